@@ -1,0 +1,66 @@
+"""ament_python package; also a plain pip package. Dependencies live in the extras so that a robot computer stays small."""
+
+from glob import glob
+
+from setuptools import find_packages, setup
+
+NAME = "wam_policy_ros"
+
+# The third-party wheels that carry a complete rclpy for machines without ROS 2. Exact pins: their meta packages do not
+# constrain each other. Never installed by default, they would shadow a sourced distribution.
+ROS_KILTED = [
+    "ros-kilted-rclpy==9.1.2",
+    "ros-kilted-rmw-fastrtps-cpp",
+    "ros-kilted-sensor-msgs",
+    "ros-kilted-trajectory-msgs",
+    "ros-kilted-std-msgs",
+    "ros-kilted-std-srvs",
+    "ros-kilted-diagnostic-msgs",
+    "ros-kilted-lifecycle-msgs",
+    "ros-kilted-action-msgs",
+    "ros-kilted-rosgraph-msgs",
+    "ros-kilted-ament-index-python",
+    "ros-kilted-rmw-test-fixture-implementation",
+]
+
+ENGINE = ["torch>=2.5", "safetensors>=0.4.3", "tokenizers>=0.20", "ftfy>=6.1"]
+SERVE = ["websockets>=13", "msgpack>=1.0.8"]
+REPORT = ["av>=12", "matplotlib>=3.8"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+
+setup(
+    name=NAME,
+    version="0.1.0",
+    description="Run the DreamZero world-action model on a robot: a ROS 2 lifecycle node with the model in its process",
+    license="Apache-2.0",
+    maintainer="wam_policy_ros authors",
+    maintainer_email="wam-policy-ros@users.noreply.github.com",
+    packages=find_packages(exclude=["test", "test.*"]),
+    python_requires=">=3.11",
+    install_requires=["setuptools", "numpy>=1.26", "pyyaml>=6", "opencv-python-headless>=4.8"],
+    extras_require={
+        "engine": ENGINE,
+        "serve": SERVE,
+        "demo": ENGINE + REPORT,
+        "ros-kilted": ROS_KILTED,
+        "test": TEST,
+        "dev": TEST + ENGINE + SERVE + REPORT + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
+    },
+    tests_require=["pytest"],
+    zip_safe=False,
+    data_files=[
+        ("share/ament_index/resource_index/packages", [f"resource/{NAME}"]),
+        (f"share/{NAME}", ["package.xml"]),
+        (f"share/{NAME}/launch", sorted(glob("launch/*.launch.py"))),
+        (f"share/{NAME}/config", sorted(glob("config/*"))),
+        # `ros2 run` and launch look here; pip puts console scripts into bin/, colcon's own entry point wins over this.
+        (f"lib/{NAME}", sorted(glob("scripts/*"))),
+    ],
+    entry_points={
+        "console_scripts": [
+            "wam = wam_policy_ros.tools.main:main",
+            "wam_policy = wam_policy_ros.ros.policy_node:main",
+            "wam_clip_robot = wam_policy_ros.ros.clip_robot:main",
+        ],
+    },
+)

@@ -1,0 +1,129 @@
+"""Every error that crosses a door between rooms.
+
+An error says *what* went wrong, what was *got*, what was *expected* and the *remedy*. It never carries data that
+could be taken for an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class WamError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        what: one sentence, names the thing that is wrong.
+        got: the offending value, as found.
+        expected: what would have been accepted; alternatives are listed when a look-up by name failed.
+        remedy: what a person can do now.
+    """
+
+    def __init__(self, what: str, *, got: object = None, expected: object = None, remedy: str | None = None) -> None:
+        self.what, self.got, self.expected, self.remedy = what, got, expected, remedy
+        parts = [what]
+        if got is not None:
+            parts.append(f"got: {got}")
+        if expected is not None:
+            parts.append(f"expected: {expected}")
+        if remedy is not None:
+            parts.append(f"remedy: {remedy}")
+        super().__init__("; ".join(parts))
+
+
+class ConfigError(WamError):
+    """A parameter, option or configuration file is wrong; nothing was started."""
+
+
+class MissingDependency(ConfigError):
+    """An optional dependency is not installed; the message names the extra."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the Python package {package!r}, which is not installed",
+            remedy=f"pip install 'wam_policy_ros[{extra}]'",
+        )
+        self.package, self.extra = package, extra
+
+
+class CheckpointError(WamError):
+    """A checkpoint folder cannot be used. ``problems`` lists every fault found, not only the first."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        problems: Sequence[str] = (),
+        got: object = None,
+        expected: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.problems = tuple(problems)
+        listing = "".join(f"\n  - {p}" for p in self.problems)
+        super().__init__(what + listing, got=got, expected=expected, remedy=remedy)
+
+
+class StatisticsError(CheckpointError):
+    """Normalisation statistics are absent or do not fit the embodiment. There is no identity fallback."""
+
+
+class TokenizerError(CheckpointError):
+    """No usable tokenizer was found, or its ids do not fit the text encoder."""
+
+
+class ObservationError(WamError):
+    """An observation cannot be used. ``field`` names the stream or key."""
+
+    def __init__(
+        self, what: str, *, field: str, got: object = None, expected: object = None, remedy: str | None = None
+    ) -> None:
+        self.field = field
+        super().__init__(what, got=got, expected=expected, remedy=remedy)
+
+
+class MissingInput(ObservationError):
+    """A camera or joint has never been received."""
+
+
+class StaleInput(ObservationError):
+    """A camera or joint was received, but too long ago (or is dated in the future beyond the tolerance)."""
+
+
+class InvalidImage(ObservationError):
+    """A camera message cannot be decoded, or has a shape or dtype that is not accepted."""
+
+
+class InvalidState(ObservationError):
+    """A joint state is not finite, or has the wrong length."""
+
+
+class PromptError(ObservationError):
+    """The instruction is missing, empty where it may not be, or too long."""
+
+
+class ChunkError(WamError):
+    """An action chunk may not reach the robot."""
+
+
+class UnsafeChunk(ChunkError):
+    """The safety gate refused a chunk; nothing of it was published."""
+
+
+class LateChunk(ChunkError):
+    """All rows of a chunk, or all but too few, lie in the past."""
+
+
+class SessionError(WamError):
+    """A session is unknown, closed, or belongs to another policy."""
+
+
+class EngineError(WamError):
+    """The engine failed during a step."""
+
+
+class NotReady(EngineError):
+    """The policy is still loading or warming up."""
+
+
+class Cancelled(EngineError):
+    """The step was cancelled between two network evaluations; the session is as it was before the call."""

@@ -1,0 +1,198 @@
+"""What an observation is, what an action chunk is, and the four-verb protocol every policy follows.
+
+Rooms meet here. A policy is anything with ``spec``, ``open``, ``infer``, ``reset`` and ``close``: the in-process
+DreamZero engine, a remote OpenPI server, or a scripted fake in a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+FieldKind = Literal["joint_position", "gripper", "velocity"]
+
+
+@dataclass(frozen=True)
+class CameraSpec:
+    """One camera of an embodiment.
+
+    Attributes:
+        name: key in the checkpoint's ``metadata.json``, e.g. ``exterior_image_1_left``.
+        topic: suggested relative ROS topic namespace, e.g. ``camera_exterior_1``.
+        height, width: raw size in pixels the network was trained with.
+    """
+
+    name: str
+    topic: str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One named group of numbers in the state or the action.
+
+    Attributes:
+        name: key in ``metadata.json``, e.g. ``joint_position``.
+        dim: number of values.
+        unit: SI unit (``rad``, ``m``, ``m/s``) or ``1`` for a fraction.
+        kind: how a robot executes it.
+        relative: the network predicts differences to the state of the same name at the time of the call.
+    """
+
+    name: str
+    dim: int
+    unit: str
+    kind: FieldKind
+    relative: bool = False
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What a policy needs and gives; checked once, at the door.
+
+    Attributes:
+        embodiment: tag, e.g. ``oxe_droid``.
+        cameras: in the order of the network's views.
+        state, action: in the order of the concatenated vectors.
+        control_rate_hz: rows of a chunk per second.
+        horizon: rows of a chunk.
+        frame_offsets: control steps relative to the newest frame at which later calls look, e.g. (-23, -16, -8, 0);
+            the first call of a session uses the newest frame alone.
+        action_space: ``joint_position``: rows are absolute joint targets.
+        weights: human-readable origin of the weights; shown wherever the policy is shown.
+        random_weights: True when the weights were never trained. Such a policy is for tests of the machinery.
+        details: anything else worth reporting (schedule, evaluations, dtype, device); JSON-serialisable.
+    """
+
+    embodiment: str
+    cameras: tuple[CameraSpec, ...]
+    state: tuple[FieldSpec, ...]
+    action: tuple[FieldSpec, ...]
+    control_rate_hz: float
+    horizon: int
+    frame_offsets: tuple[int, ...]
+    action_space: str = "joint_position"
+    weights: str = ""
+    random_weights: bool = False
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def state_dim(self) -> int:
+        return sum(f.dim for f in self.state)
+
+    @property
+    def action_dim(self) -> int:
+        return sum(f.dim for f in self.action)
+
+    @property
+    def dt_s(self) -> float:
+        return 1.0 / self.control_rate_hz
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the robot sees and feels at one moment.
+
+    Attributes:
+        frames: camera name -> uint8 ``[T, H, W, 3]`` RGB, oldest first. T may be 1 (only the newest frame) or more;
+            every camera carries the same T.
+        state: field name -> float64 ``[dim]`` in the units of the spec.
+        prompt: instruction in plain language.
+        stamp_ns: time of the newest frame on the robot's clock in ns, or None when the caller has no clock.
+        frame_stamps_ns: camera name -> int64 ``[T]``; None for callers without a clock, whose frames then count by
+            order of arrival.
+        session_start_ns: frames older than this belong to another episode and are never used.
+    """
+
+    frames: Mapping[str, npt.NDArray[np.uint8]]
+    state: Mapping[str, npt.NDArray[np.float64]]
+    prompt: str
+    stamp_ns: int | None = None
+    frame_stamps_ns: Mapping[str, npt.NDArray[np.int64]] | None = None
+    session_start_ns: int | None = None
+
+
+class ResetReason(str, Enum):
+    """Why a call started from an empty window (spec/dreamzero.md 3.2)."""
+
+    FIRST_CALL = "first call of the session"
+    PROMPT_CHANGED = "instruction changed"
+    SINGLE_FRAME = "only one frame in the call"
+    WINDOW_FULL = "the window of latent frames is full"
+
+
+@dataclass(frozen=True)
+class ActionChunk:
+    """Targets for the next ``horizon`` control steps.
+
+    Attributes:
+        actions: float64 ``[N, action_dim]`` in the order and units of ``PolicySpec.action``; absolute joint targets
+            (relative predictions are already added to the state of the call).
+        dt_s: seconds between rows; row k is due at ``stamp_ns + (k + 1) * dt_s``.
+        stamp_ns: ``Observation.stamp_ns`` of the call.
+        session_id: the session that produced it.
+        step: 0-based number of the call within its session.
+        reset: why the window was started afresh in this call, or None.
+        timings_s: seconds per stage, key ``total`` included.
+        video: opaque handle to the predicted video of this call; give it to ``Policy.render_video``. None if absent.
+        info: anything worth logging (evaluations run, frames taken, ...); JSON-serialisable.
+    """
+
+    actions: npt.NDArray[np.float64]
+    dt_s: float
+    stamp_ns: int | None
+    session_id: str
+    step: int
+    reset: ResetReason | None = None
+    timings_s: Mapping[str, float] = field(default_factory=dict)
+    video: Any = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class PolicySession(Protocol):
+    """One episode. Opaque to callers except for its name."""
+
+    session_id: str
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """The whole protocol. Not thread-safe: one thread owns a policy and calls it."""
+
+    @property
+    def spec(self) -> PolicySpec: ...
+
+    def open(self, session_id: str | None = None) -> PolicySession:
+        """Start an episode; a fresh id is made when none is given."""
+        ...
+
+    def infer(
+        self, session: Any, observation: Observation, *, cancelled: Callable[[], bool] | None = None
+    ) -> ActionChunk:
+        """One closed-loop step.
+
+        Raises:
+            ObservationError: the observation does not fit the spec; the session is unchanged.
+            Cancelled: ``cancelled()`` returned True between two network evaluations; the session is unchanged.
+            SessionError: the session is closed or foreign.
+        """
+        ...
+
+    def reset(self, session: Any) -> None:
+        """Forget everything of the episode; the next call is a first call."""
+        ...
+
+    def close(self, session: Any) -> None:
+        """Free the session's memory. Idempotent."""
+        ...
+
+    def render_video(self, chunk: ActionChunk) -> npt.NDArray[np.uint8] | None:
+        """Decode the predicted video: uint8 ``[T, H, W, 3]`` RGB, or None when the policy predicts none."""
+        ...

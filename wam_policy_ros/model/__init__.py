@@ -1,0 +1,1 @@
+"""DreamZero's weights and mathematics, without state: what the network is, never what happened before."""

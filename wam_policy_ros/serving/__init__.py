@@ -1,0 +1,1 @@
+"""The OpenPI WebSocket protocol."""

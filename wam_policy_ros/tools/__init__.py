@@ -1,0 +1,1 @@
+"""The ``wam`` command line, one file per sub-command."""
