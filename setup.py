@@ -1,4 +1,4 @@
-"""ament_python package; also a plain pip package. Dependencies live in the extras so that a robot computer stays small."""
+"""ament_python package, also a plain pip package. Dependencies live in extras: a robot computer stays small."""
 
 from glob import glob
 

@@ -114,7 +114,12 @@ class HoldPolicy(ScriptedPolicy):
 
 
 def example_observation(
-    spec: PolicySpec, *, frames: int = 1, seed: int = 0, prompt: str = "pick up the red cup", stamp_ns: int | None = None
+    spec: PolicySpec,
+    *,
+    frames: int = 1,
+    seed: int = 0,
+    prompt: str = "pick up the red cup",
+    stamp_ns: int | None = None,
 ) -> Observation:
     """A random but valid observation: ``frames`` images per camera and a state inside plausible bounds.
 

@@ -4,8 +4,8 @@ The released base checkpoint probably uses a horizon of 48 rows at 30 Hz (spec/d
 ``action_horizon`` is what counts.
 """
 
-from ..embodiment import Embodiment
-from ..interface import CameraSpec, FieldSpec
+from wam_policy_ros.contract.embodiment import Embodiment
+from wam_policy_ros.contract.interface import CameraSpec, FieldSpec
 
 _STATE = (
     FieldSpec("left_arm_joint_position", 7, "rad", "joint_position"),

@@ -1,7 +1,7 @@
 """DROID: one Franka arm with a two-finger gripper, two exterior cameras and a wrist camera."""
 
-from ..embodiment import Embodiment
-from ..interface import CameraSpec, FieldSpec
+from wam_policy_ros.contract.embodiment import Embodiment
+from wam_policy_ros.contract.interface import CameraSpec, FieldSpec
 
 DROID = Embodiment(
     tag="oxe_droid",

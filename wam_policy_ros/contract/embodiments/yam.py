@@ -3,8 +3,8 @@
 The raw camera size is whatever the checkpoint's ``metadata.json`` says; the one below is only used without one.
 """
 
-from ..embodiment import Embodiment
-from ..interface import CameraSpec, FieldSpec
+from wam_policy_ros.contract.embodiment import Embodiment
+from wam_policy_ros.contract.interface import CameraSpec, FieldSpec
 
 _STATE = (
     FieldSpec("left_joint_pos", 6, "rad", "joint_position"),
