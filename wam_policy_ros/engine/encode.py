@@ -1,0 +1,105 @@
+"""Observations and instructions to latents and embeddings. Each result is reused for exactly as long as it is valid."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wam_policy_ros.model.attention import KV
+from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.text_encoder import zero_padding
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An instruction as the DiT sees it: valid for as long as its token ids are.
+
+    Attributes:
+        ids: int64 ``[B, text_len]``.
+        embedding: text states ``[B, text_len, text_dim]``, padding rows zero.
+        text_kv: cross-attention K/V per layer.
+    """
+
+    ids: Tensor
+    embedding: Tensor
+    text_kv: list[KV]
+
+
+class PromptEncoder:
+    """Encodes prompts, remembering the last few by their token ids (exact: the encoder has no other input)."""
+
+    def __init__(self, network: DreamZero, max_prompts: int = 4) -> None:
+        self._network = network
+        self._max = max_prompts
+        self._known: OrderedDict[bytes, Prompt] = OrderedDict()
+
+    def __call__(self, ids: Tensor, mask: Tensor) -> Prompt:
+        key = ids.cpu().numpy().tobytes() + mask.cpu().numpy().tobytes()
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        network = self._network
+        ids, mask = ids.to(network.device), mask.to(network.device)
+        embedding = zero_padding(network.text_encoder(ids, mask), mask)
+        prompt = Prompt(ids, embedding, network.model.text_kv(embedding))
+        self._known[key] = prompt
+        while len(self._known) > self._max:
+            self._known.popitem(last=False)
+        return prompt
+
+
+@dataclass(frozen=True)
+class FirstFrame:
+    """Conditioning of a window, computed from its first frame.
+
+    Attributes:
+        clip_features: ``[B, 257, clip_dim]``.
+        ys: ``[B, 4 + z, latent_frames, h, w]``: mask (one on frame 0) and latents of the frame followed by grey.
+        latent: ``[B, z, 1, h, w]``.
+    """
+
+    clip_features: Tensor
+    ys: Tensor
+    latent: Tensor
+
+
+def encode_first_frame(network: DreamZero, frame: Tensor) -> FirstFrame:
+    """Encode the first frame of a window, ``[B, 3, 1, H, W]`` in [-1, 1] (DreamZero spec 5.2, 5.4).
+
+    All ``num_frames`` frames are encoded: the latents of the grey continuation depend on the image.
+    """
+    batch, channels, _, height, width = frame.shape
+    with _autocast(network):
+        features = network.image_encoder(frame.transpose(1, 2)).to(network.dtype)
+        grey = frame.new_zeros(batch, channels, network.config.num_frames - 1, height, width)
+        latents = network.vae.encode(torch.cat([frame, grey], dim=2)).to(network.dtype)
+    mask = latents.new_zeros(batch, 4, *latents.shape[2:])
+    mask[:, :, 0] = 1
+    return FirstFrame(features, torch.cat([mask, latents], dim=1), latents[:, :, :1])
+
+
+def expand_observation(video: Tensor, block: int) -> Tensor:
+    """Frames of a later call to the clip the VAE encodes (DreamZero spec 3.3 d).
+
+    ``[B, 3, T, H, W]`` with T = 4 becomes f0 f0 f0 f1 f1 f2 f2 f3 f3 for ``block`` = 2; T = 9 stays as it is.
+
+    Raises:
+        ValueError: T gives no whole number of repetitions.
+    """
+    frames = video.shape[2]
+    if (frames - 1) // 4 == block:
+        return video
+    groups = frames // 4
+    if groups == 0 or groups > block:
+        raise ValueError(f"an observation of {frames} frames cannot be encoded; expected 1, 4, {4 * block} or more")
+    if groups != block:
+        video = video.repeat_interleave(block // groups, dim=2)
+    return torch.cat([video[:, :, :1], video], dim=2)
+
+
+def _autocast(network: DreamZero) -> torch.autocast:
+    """The reference encodes the first frame under bf16 autocast, later frames without (DreamZero spec 10, item 21)."""
+    return torch.autocast(network.device.type, torch.bfloat16, enabled=network.dtype == torch.bfloat16)

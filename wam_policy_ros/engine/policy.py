@@ -1,0 +1,222 @@
+"""The DreamZero policy: one observation in, one action chunk out. :meth:`DreamZeroPolicy.infer` names every station."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wam_policy_ros.contract.embodiment import Embodiment
+from wam_policy_ros.contract.errors import EngineError, PromptError, SessionError
+from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec
+from wam_policy_ros.contract.normalization import Statistics
+from wam_policy_ros.contract.prompts import NEGATIVE_PROMPT, build_prompt
+from wam_policy_ros.contract.transforms import decode_actions, encode_state
+from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.errors import ModelError
+from wam_policy_ros.model.tokenizer import Tokenizer
+
+from .closed_loop import StepInputs, closed_loop_step
+from .config import EngineConfig
+from .encode import PromptEncoder
+from .preprocess import stitch_views
+from .sampler import Noise, Probe
+from .session import Session
+from .timing import StageTimer
+
+
+@dataclass(frozen=True)
+class PredictedVideo:
+    """Predicted latents ``[1, z, 1 + block, h, w]``, the first one observed, so that decoding has its context."""
+
+    latents: Tensor
+
+
+class DreamZeroPolicy:
+    """Implements ``contract.interface.Policy``. One thread owns it; sessions are independent of each other.
+
+    Args:
+        network: weights, on their device and in their dtype.
+        embodiment: cameras with the raw sizes of the checkpoint, fields in the checkpoint's order.
+        statistics: normalisation of these fields.
+        tokenizer: texts to ids of the network's ``text_len``.
+        config: how to run.
+        weights: where the weights come from, for people.
+        random_weights: True when they were never trained.
+    """
+
+    def __init__(
+        self,
+        network: DreamZero,
+        embodiment: Embodiment,
+        statistics: Statistics,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        *,
+        weights: str,
+        random_weights: bool = False,
+    ) -> None:
+        self.network = network
+        self.embodiment = embodiment
+        self.statistics = statistics
+        self.tokenizer = tokenizer
+        self.config = config or EngineConfig.reference()
+        self._prompts = PromptEncoder(network)
+        self._negative = tokenizer([NEGATIVE_PROMPT])
+        self.spec = PolicySpec(
+            embodiment=embodiment.tag,
+            cameras=embodiment.cameras,
+            state=embodiment.state,
+            action=embodiment.action,
+            control_rate_hz=embodiment.control_rate_hz,
+            horizon=network.config.action_horizon,
+            frame_offsets=embodiment.frame_offsets,
+            weights=weights,
+            random_weights=random_weights,
+            details={
+                "dtype": str(network.dtype).removeprefix("torch."),
+                "device": str(network.device),
+                "evaluations": self.config.evaluations_text,
+                "guidance_scale": self.config.guidance_scale,
+                "seed": self.config.seed,
+                "tier": "reference",
+                "parameters": sum(p.numel() for p in network.parameters()),
+            },
+        )
+
+    # -- contract.interface.Policy ------------------------------------------------------------------------------
+
+    def open(self, session_id: str | None = None) -> Session:
+        """Start an episode. Costs nothing; memory is taken by the first call."""
+        return Session(self, self.spec, session_id)
+
+    def infer(
+        self,
+        session: Session,
+        observation: Observation,
+        *,
+        cancelled: Callable[[], bool] | None = None,
+        noise: Noise | None = None,
+        probe: Probe | None = None,
+    ) -> ActionChunk:
+        """One closed-loop step. The session changes only when the step succeeds.
+
+        Args:
+            observation: raw-size frames and state, see ``Observation``.
+            cancelled: asked between network evaluations.
+            noise: starting noise to use instead of the seed's; probe: see ``closed_loop_step``.
+
+        Raises:
+            ObservationError: the observation does not fit ``spec`` (also MissingInput, InvalidImage, InvalidState,
+                PromptError, StaleInput).
+            Cancelled: ``cancelled()`` was true.
+            SessionError: closed or foreign session.
+            EngineError: the network gave values that are not finite.
+        """
+        if not isinstance(session, Session):
+            raise SessionError("not a session of this policy", got=type(session).__name__, remedy="use policy.open()")
+        session.check(self)
+        timer = StageTimer(self.network.device)
+        with timer.stage("preprocess"):
+            history = session.history.copy()
+            history.add(observation)
+            drawn = history.draw(first_call=session.step == 0)
+            ids, mask = self._tokenize(observation.prompt)
+            images = stitch_views(drawn.frames, self.embodiment, self.network.device)
+            proprio = self._encode_state(observation)
+        result = closed_loop_step(
+            self.network,
+            self.config,
+            session.window,
+            StepInputs(images, ids, mask, *self._negative, proprio),
+            self._prompts,
+            noise=noise,
+            cancelled=cancelled,
+            probe=probe,
+            timer=timer,
+        )
+        with timer.stage("decode_actions"):
+            rows = decode_actions(
+                result.action[0].float().cpu().numpy(), self.spec.action, self.statistics, observation.state
+            )
+        if not np.isfinite(rows).all():
+            raise EngineError(
+                "the network's action is not finite; the session is unchanged",
+                got=f"{int((~np.isfinite(rows)).sum())} of {rows.size} values",
+                remedy="check the weights and the observation; nothing of this chunk may be executed",
+            )
+        step, session.step = session.step, session.step + 1
+        session.history, session.window = history, result.state
+        predicted = result.video[:, :, -self.network.config.dit.num_frame_per_block :]
+        return ActionChunk(
+            actions=rows,
+            dt_s=self.spec.dt_s,
+            stamp_ns=observation.stamp_ns if observation.stamp_ns is not None else drawn.reference_ns,
+            session_id=session.session_id,
+            step=step,
+            reset=result.reset,
+            timings_s=timer.finish(),
+            video=PredictedVideo(torch.cat([result.context, predicted], dim=2)),
+            info={"evaluated": result.evaluated, **drawn.info},
+        )
+
+    def reset(self, session: Session) -> None:
+        """Forget the episode; the next call is a first call."""
+        session.check(self)
+        session.clear()
+
+    def close(self, session: Session) -> None:
+        """Free the session's memory. Idempotent."""
+        if not session.closed:
+            session.check(self)
+            session.close()
+
+    @torch.inference_mode()
+    def render_video(self, chunk: ActionChunk) -> npt.NDArray[np.uint8] | None:
+        """Decode the predicted frames of a chunk: uint8 ``[4 * block, H, W, 3]`` RGB at the network's resolution.
+
+        The newest observed latent goes in front as context and its frame is left out of the result.
+        """
+        if not isinstance(chunk.video, PredictedVideo):
+            return None
+        video = self.network.vae.decode(chunk.video.latents)[0, :, 1:]
+        pixels = ((video.float() + 1) * 127.5).clamp(0, 255).to(torch.uint8)
+        return pixels.permute(1, 2, 3, 0).cpu().numpy()
+
+    # -- details ------------------------------------------------------------------------------------------------
+
+    def _tokenize(self, instruction: str) -> tuple[Tensor, Tensor]:
+        text = build_prompt(instruction, self.embodiment.prompt_template)
+        try:
+            return self.tokenizer([text])
+        except ModelError as error:
+            raise PromptError(
+                "the instruction cannot be tokenized",
+                field="prompt",
+                got=str(error),
+                remedy="use a shorter instruction",
+            ) from error
+
+    def _encode_state(self, observation: Observation) -> Tensor:
+        width = self.network.config.dit.max_state_dim
+        vector = encode_state(observation.state, self.spec.state, self.statistics, width)
+        # float64 until here, as published; the network's dtype is the first and only rounding.
+        return torch.from_numpy(vector).view(1, 1, width).to(self.network.device, self.network.dtype)
+
+
+def with_config(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
+    """The same weights run differently, e.g. ``with_config(policy, evaluations=16)``."""
+    return DreamZeroPolicy(
+        policy.network,
+        policy.embodiment,
+        policy.statistics,
+        policy.tokenizer,
+        replace(policy.config, **changes),
+        weights=policy.spec.weights,
+        random_weights=policy.spec.random_weights,
+    )

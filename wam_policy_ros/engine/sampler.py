@@ -1,0 +1,148 @@
+"""Prefill of observed frames and joint denoising of video and action (DreamZero spec 3.3 e, f and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wam_policy_ros.contract.errors import Cancelled
+from wam_policy_ros.model.dreamzero import DreamZero
+
+from .config import NUM_STEPS, EngineConfig
+from .session import WindowState
+from .step_schedule import make_schedule
+from .unipc import UniPC, decouple, flow_sigmas, timesteps_of
+
+Probe = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Starting samples: video ``[B, z, F, h, w]`` and action ``[B, N, action_dim]``."""
+
+    video: Tensor
+    action: Tensor
+
+
+def draw_noise(seed: int, video_shape: tuple[int, ...], action_shape: tuple[int, ...], network: DreamZero) -> Noise:
+    """Noise as upstream draws it: bf16 on the device, a fresh generator for each, the same in every call (spec 4.2)."""
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator(device=network.device).manual_seed(seed)
+        noise = torch.randn(shape, generator=generator, device=network.device, dtype=torch.bfloat16)
+        return noise.to(network.dtype)
+
+    return Noise(draw(video_shape), draw(action_shape))
+
+
+def conditioning_slice(ys: Tensor, start: int, frames: int) -> Tensor:
+    """``ys[:, :, start : start + frames]``, or its last frames where that runs past the end."""
+    if start + frames > ys.shape[2]:
+        return ys[:, :, -frames:]
+    return ys[:, :, start : start + frames]
+
+
+def prefill(network: DreamZero, state: WindowState, latents: Tensor, start_frame: int, probe: Probe | None) -> None:
+    """Run observed latents ``[B, z, F, h, w]`` through the DiT at timestep 0 and append their K/V to both windows."""
+    assert state.ys is not None
+    dit = network.model
+    batch, _, frames, height, width = latents.shape
+    y = conditioning_slice(state.ys, start_frame, frames)
+    if probe is not None:
+        probe("prefill0.x", latents)
+        probe("prefill0.y", y)
+        probe("prefill0.start_frame", torch.tensor(start_frame))
+    time = dit.time_conditioning(torch.zeros(batch, frames, dtype=torch.int64, device=latents.device))
+    table = dit.rotary_table(start_frame, frames, height, width, registers=False)
+    for prompt, window in state.branches():
+        out = dit(latents, y, time, table, state.cross(prompt), past=window.past())
+        window.append(out.kv)
+
+
+def denoise(
+    network: DreamZero,
+    config: EngineConfig,
+    state: WindowState,
+    noise: Noise,
+    proprio: Tensor,
+    *,
+    cancelled: Callable[[], bool] | None,
+    probe: Probe | None,
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Denoise the next block jointly with the action rows; the caches are read, never written.
+
+    Args:
+        proprio: normalised state ``[B, 1, max_state_dim]``.
+        cancelled: asked before every solver step.
+
+    Returns:
+        video latents ``[B, z, F, h, w]``, normalised action ``[B, N, action_dim]``, indices of the evaluated steps.
+
+    Raises:
+        Cancelled: ``cancelled()`` was true.
+    """
+    assert state.ys is not None
+    dit, cfg = network.model, network.config
+    start = state.current_start_frame
+    batch, _, frames, height, width = noise.video.shape
+    rows = noise.action.shape[1]
+    sigmas_action = flow_sigmas(NUM_STEPS, config.sigma_shift)
+    sigmas_video = sigmas_action
+    if cfg.decouple_inference_noise:
+        sigmas_video = decouple(sigmas_action, cfg.video_inference_final_noise)
+    if probe is not None:
+        probe("video_sigmas", sigmas_video)
+        probe("video_timesteps", timesteps_of(sigmas_video))
+    times_video, times_action = timesteps_of(sigmas_video).tolist(), timesteps_of(sigmas_action).tolist()
+    solver_video, solver_action = UniPC(sigmas_video), UniPC(sigmas_action)
+    schedule = make_schedule(config.schedule, config.evaluations, NUM_STEPS)
+
+    y = conditioning_slice(state.ys, start, frames)
+    table = dit.rotary_table(start, frames, height, width, registers=True)
+    branches = [(state.cross(prompt), window.past()) for prompt, window in state.branches()]
+    video, action = noise.video.transpose(1, 2), noise.action  # the solver keeps frames before channels
+    flow_video: Tensor | None = None
+    flow_action: Tensor | None = None
+    evaluated: list[int] = []
+    for i in range(NUM_STEPS):
+        if cancelled is not None and cancelled():
+            raise Cancelled("step cancelled between two evaluations", got=f"solver step {i} of {NUM_STEPS}")
+        if flow_video is None or schedule.should_run(i):
+            t_video = torch.full((batch, frames), times_video[i], device=video.device)
+            t_action = torch.full((batch, rows), times_action[i], device=video.device)
+            time = dit.time_conditioning(t_video, t_action)
+            outputs = [
+                dit(
+                    video.transpose(1, 2),
+                    y,
+                    time,
+                    table,
+                    cross,
+                    past=past,
+                    action=action,
+                    timestep_action=t_action,
+                    state=proprio,
+                )
+                for cross, past in branches
+            ]
+            guided = outputs[0].video
+            if len(outputs) == 2:
+                guided = outputs[1].video + config.guidance_scale * (outputs[0].video - outputs[1].video)
+            # Action: conditional branch alone, no guidance (DreamZero spec 4.5).
+            flow_video, flow_action = guided, outputs[0].action
+            schedule.evaluated(guided)
+            evaluated.append(i)
+            if probe is not None:
+                for name, out in zip(("cond", "neg"), outputs, strict=False):
+                    probe(f"step{i}.video_flow_{name}", out.video)
+                probe(f"step{i}.action_flow_cond", outputs[0].action)
+        assert flow_video is not None and flow_action is not None  # the first step always evaluates
+        video = solver_video.step(flow_video.transpose(1, 2), video)
+        action = solver_action.step(flow_action, action)
+        if probe is not None:
+            probe(f"after_step{i}.video", video)
+            probe(f"after_step{i}.action", action)
+    return video.transpose(1, 2), action, evaluated

@@ -1,0 +1,96 @@
+"""What an episode remembers. One session object per episode; nothing is kept on modules."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from wam_policy_ros.contract.errors import SessionError
+from wam_policy_ros.contract.history import FrameHistory
+from wam_policy_ros.contract.interface import PolicySpec, ResetReason
+from wam_policy_ros.model.attention import KV, CrossKV
+
+from .encode import Prompt
+from .kv_cache import KVWindow
+
+
+@dataclass(frozen=True)
+class WindowState:
+    """The network's memory between calls (DreamZero spec 3.1). Replaced as a whole when a step succeeds.
+
+    Attributes:
+        current_start_frame: absolute latent frame at which the next block starts.
+        prompt: instruction of the last call; negative: the fixed negative prompt.
+        clip_features, ys: conditioning from the window's first frame.
+        image_kv: cross-attention K/V of the image tokens per layer, the same for both branches.
+        cond, uncond: cached K/V of observed frames per guidance branch.
+    """
+
+    current_start_frame: int = 0
+    prompt: Prompt | None = None
+    negative: Prompt | None = None
+    clip_features: Tensor | None = None
+    ys: Tensor | None = None
+    image_kv: list[KV] = field(default_factory=list)
+    cond: KVWindow | None = None
+    uncond: KVWindow | None = None
+
+    def branches(self) -> list[tuple[Prompt, KVWindow]]:
+        """The guidance branches in order: with the prompt, and with the negative prompt unless guidance is off."""
+        pairs = [(self.prompt, self.cond), (self.negative, self.uncond)]
+        return [(p, w) for p, w in pairs if p is not None and w is not None]
+
+    def cross(self, prompt: Prompt) -> list[CrossKV]:
+        return [CrossKV(t, i) for t, i in zip(prompt.text_kv, self.image_kv, strict=True)]
+
+    def forked(self) -> WindowState:
+        """A draft a step may advance; this state stays as it is."""
+        return replace(
+            self, cond=self.cond.fork() if self.cond else None, uncond=self.uncond.fork() if self.uncond else None
+        )
+
+
+def reset_reason(state: WindowState, ids: Tensor, frames: int, local_attn_size: int) -> ResetReason | None:
+    """Why this call starts from an empty window; the first matching rule wins (DreamZero spec 3.2)."""
+    if state.prompt is None:
+        return ResetReason.FIRST_CALL
+    if state.prompt.ids.shape != ids.shape or not state.prompt.ids.equal(ids.to(state.prompt.ids.device)):
+        return ResetReason.PROMPT_CHANGED
+    if frames == 1:
+        return ResetReason.SINGLE_FRAME
+    if state.current_start_frame >= local_attn_size:
+        return ResetReason.WINDOW_FULL
+    return None
+
+
+class Session:
+    """One episode: its frames and the network's window. Made by ``DreamZeroPolicy.open``."""
+
+    def __init__(self, owner: object, spec: PolicySpec, session_id: str | None = None) -> None:
+        self.session_id = session_id or uuid.uuid4().hex
+        self.owner = owner
+        self._spec = spec
+        self.clear()
+        self.closed = False
+
+    def clear(self) -> None:
+        """Back to the moment of opening."""
+        self.step = 0
+        self.history = FrameHistory(self._spec)
+        self.window = WindowState()
+
+    def close(self) -> None:
+        self.clear()
+        self.closed = True
+
+    def check(self, owner: object) -> None:
+        """
+        Raises:
+            SessionError: closed, or opened by another policy.
+        """
+        if self.closed:
+            raise SessionError("session is closed", got=self.session_id, remedy="open a new one with policy.open()")
+        if self.owner is not owner:
+            raise SessionError("session belongs to another policy", got=self.session_id)

@@ -1,0 +1,86 @@
+"""Which of the solver's steps evaluate the network; the others reuse the last flow (DreamZero spec 4.6).
+
+All schedules but ``full`` are *behavioural*: a different algorithm with a different result. The static mask of eight is
+what upstream ships as its default.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional as F
+
+STATIC_MASKS: dict[int, tuple[int, ...]] = {
+    5: (0, 1, 2, 7, 12),
+    6: (0, 1, 5, 10, 14, 15),
+    7: (0, 1, 2, 6, 10, 14, 15),
+    8: (0, 1, 2, 6, 10, 13, 14, 15),
+}
+
+
+class StepSchedule(Protocol):
+    """One call's decisions. A fresh object per call."""
+
+    def should_run(self, step: int) -> bool: ...
+
+    def evaluated(self, flow: Tensor) -> None:
+        """Told the guided video flow ``[B, 16, F, h, w]`` of an evaluation."""
+        ...
+
+
+class StaticSchedule:
+    """A fixed set of step indices."""
+
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self._steps = frozenset(steps)
+
+    def should_run(self, step: int) -> bool:
+        return step in self._steps
+
+    def evaluated(self, flow: Tensor) -> None:
+        pass
+
+
+class DynamicSchedule:
+    """Skip while the last two evaluated video flows point the same way.
+
+    Cosine above 0.95: skip this step and three more; above 0.93: this one and one more; the step after a pause runs.
+    """
+
+    def __init__(self) -> None:
+        self._countdown = 0
+        self._flows: list[Tensor] = []
+
+    def should_run(self, step: int) -> bool:
+        if len(self._flows) < 2:
+            return True
+        if self._countdown > 1:
+            self._countdown -= 1
+            return False
+        if self._countdown == 1:
+            self._countdown = 0
+            return True
+        previous, last = (flow.float().flatten(1) for flow in self._flows)
+        similarity = float(F.cosine_similarity(last, previous, dim=1).mean())
+        if similarity > 0.95:
+            self._countdown = 4
+            return False
+        if similarity > 0.93:
+            self._countdown = 2
+            return False
+        return True
+
+    def evaluated(self, flow: Tensor) -> None:
+        self._flows = [*self._flows, flow][-2:]
+
+
+def make_schedule(kind: str, evaluations: int, num_steps: int) -> StepSchedule:
+    """``kind`` is ``static``, ``dynamic`` or ``full``; ``evaluations`` picks the static mask (any other value: all)."""
+    if kind == "dynamic":
+        return DynamicSchedule()
+    mask = STATIC_MASKS.get(evaluations) if kind == "static" and num_steps == 16 else None
+    return StaticSchedule(mask if mask is not None else tuple(range(num_steps)))
+
+
+__all__ = ["STATIC_MASKS", "DynamicSchedule", "StaticSchedule", "StepSchedule", "make_schedule"]

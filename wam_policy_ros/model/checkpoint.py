@@ -1,0 +1,253 @@
+"""Strict loading of a checkpoint folder: everything is checked from the file headers before a weight is read.
+
+Layout (DreamZero spec 6.1): ``config.json``, ``model.safetensors.index.json`` with its shards (or one
+``model.safetensors``), ``experiment_cfg/metadata.json``, ``experiment_cfg/conf.yaml``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from .config import DreamZeroConfig
+from .dreamzero import DreamZero
+from .errors import CheckpointFileError, ModelConfigError
+from .key_maps import PREFIX, checkpoint_name, is_lora, module_name
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_FLOATING = {"F64", "F32", "F16", "BF16"}
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: shard file, name inside it, shape, safetensors dtype."""
+
+    shard: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The headers of a checkpoint folder. Nothing here reads weights.
+
+    Attributes:
+        tensors: module name -> entry, for tensors that belong to the network.
+        skipped: names of tensors left out on purpose.
+        problems: what was wrong with the files themselves (missing or unreadable shards, index mismatches).
+        metadata: parsed ``experiment_cfg/metadata.json``, or None.
+        conf: text of ``experiment_cfg/conf.yaml``, or None.
+    """
+
+    path: Path
+    config_json: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    skipped: tuple[str, ...]
+    problems: tuple[str, ...]
+    metadata: dict[str, Any] | None
+    conf: str | None
+
+    @property
+    def config(self) -> DreamZeroConfig:
+        try:
+            return DreamZeroConfig.from_config_json(self.config_json)
+        except ModelConfigError:
+            raise
+        except (TypeError, ValueError, KeyError) as error:
+            raise ModelConfigError(f"{self.path / 'config.json'}: a value has the wrong type: {error}") from error
+
+    @property
+    def lora_only(self) -> bool:
+        return any(is_lora(entry.name) for entry in self.tensors.values())
+
+    def compare(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
+        """Every difference between the files and a network with these names and shapes, one line each."""
+        lines = list(self.problems)
+        missing = {name: shape for name, shape in expected.items() if name not in self.tensors}
+        lines += [f"missing tensor: {checkpoint_name(n)} {list(s)}" for n, s in missing.items()]
+        for name, entry in self.tensors.items():
+            if name not in expected:
+                lines.append(f"unexpected tensor: {entry.name} {list(entry.shape)} in {entry.shard.name}")
+            elif entry.shape != expected[name]:
+                lines.append(f"wrong shape: {entry.name} is {list(entry.shape)}, expected {list(expected[name])}")
+            elif entry.dtype not in _FLOATING:
+                lines.append(f"wrong dtype: {entry.name} is {entry.dtype}, expected one of {sorted(_FLOATING)}")
+        return lines
+
+
+def read_folder(path: str | Path) -> CheckpointFolder:
+    """Read config, index, metadata and all shard headers.
+
+    Raises:
+        CheckpointFileError: not a folder, or ``config.json`` or every weight file is absent or unreadable.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointFileError(f"checkpoint folder not found: {folder}", remedy="give the folder with config.json")
+    config = _read_json(folder / "config.json")
+    if config is None:
+        raise CheckpointFileError(f"no config.json in {folder}", remedy="give the folder of the published checkpoint")
+    tensors, skipped, problems = _read_headers(folder)
+    metadata = _read_json(folder / "experiment_cfg" / "metadata.json")
+    if metadata is None:
+        metadata = _read_json(folder / "metadata.json")
+    conf = folder / "experiment_cfg" / "conf.yaml"
+    return CheckpointFolder(
+        path=folder,
+        config_json=config,
+        tensors=tensors,
+        skipped=tuple(skipped),
+        problems=tuple(problems),
+        metadata=metadata,
+        conf=conf.read_text(encoding="utf-8") if conf.is_file() else None,
+    )
+
+
+def load_weights(
+    folder: CheckpointFolder, *, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> DreamZero:
+    """Build the network on the meta device, check everything, then stream tensors one by one to ``device``.
+
+    Every floating tensor becomes ``dtype`` (the published files may hold float32). ``progress(text, fraction)``.
+
+    Raises:
+        CheckpointFileError: names every missing, unexpected or misshaped tensor and every missing shard.
+        ModelConfigError: ``config.json`` does not describe a supported network.
+    """
+    if folder.lora_only:
+        raise CheckpointFileError(
+            f"{folder.path} holds LoRA adapters only (save_lora_only), not a complete network",
+            remedy="merge the adapters into the base they were trained on and give the merged folder",
+        )
+    network = DreamZero.on_meta(folder.config)
+    expected = {name: tuple(p.shape) for name, p in network.state_dict().items()}
+    problems = folder.compare(expected)
+    if problems:
+        raise CheckpointFileError(
+            f"checkpoint {folder.path} does not fit the network described by its config.json "
+            f"({len(problems)} problem{'s' if len(problems) > 1 else ''})",
+            problems,
+            remedy="download the folder again, completely, or fix config.json; nothing was loaded",
+        )
+    total = sum(torch.Size(s).numel() for s in expected.values())
+    done = 0
+    state: dict[str, nn.Parameter] = {}
+    for name, tensor in _stream(folder, device):
+        state[name] = nn.Parameter(tensor.to(dtype=dtype), requires_grad=False)
+        done += tensor.numel()
+        progress("loading weights", done / total)
+    network.load_state_dict(state, strict=True, assign=True)
+    return network.requires_grad_(False).eval()
+
+
+def save_folder(network: DreamZero, config_json: dict[str, Any], path: str | Path, *, shards: int = 1) -> None:
+    """Write ``config.json`` and weights under their published names, in ``shards`` files with an index."""
+    from safetensors.torch import save_file
+
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json, indent=1), encoding="utf-8")
+    items = sorted((checkpoint_name(n), t.detach().cpu().contiguous()) for n, t in network.state_dict().items())
+    if shards == 1:
+        save_file(dict(items), folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for i in range(shards):
+        name = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(items[i::shards])
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """None when the file is absent.
+
+    Raises:
+        CheckpointFileError: the file is not valid JSON or not an object.
+    """
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointFileError(f"{path} is not valid JSON: {error}", remedy="download the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointFileError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_headers(folder: Path) -> tuple[dict[str, TensorEntry], list[str], list[str]]:
+    index = _read_json(folder / INDEX)
+    problems: list[str] = []
+    if index is not None:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointFileError(f"{folder / INDEX} has no weight_map", remedy="download the file again")
+        shards = sorted(set(weight_map.values()))
+    elif (folder / SINGLE).is_file():
+        weight_map, shards = None, [SINGLE]
+    else:
+        raise CheckpointFileError(f"no weights in {folder}: neither {INDEX} nor {SINGLE}")
+
+    tensors: dict[str, TensorEntry] = {}
+    skipped: list[str] = []
+    for shard in shards:
+        listed = [n for n, s in weight_map.items() if s == shard] if weight_map else None
+        try:
+            header = dict(_shard_header(folder / shard))
+        except FileNotFoundError:
+            problems.append(f"missing shard: {shard} ({len(listed or [])} tensors, first {min(listed or ['?'])})")
+            continue
+        except (SafetensorError, OSError) as error:
+            problems.append(f"unreadable shard: {shard}: {error}")
+            continue
+        if listed is not None:
+            problems += [f"shard {shard} lacks {n}, which the index places there" for n in listed if n not in header]
+            problems += [f"shard {shard} holds {n}, which the index does not place there"
+                         for n in header if weight_map and weight_map.get(n) != shard]  # fmt: skip
+        for name, (shape, dtype) in header.items():
+            module = module_name(name)
+            if module is None:
+                skipped.append(name)
+            elif module in tensors:
+                problems.append(f"tensor {name} occurs twice: in {tensors[module].shard.name} and {shard}")
+            else:
+                tensors[module] = TensorEntry(folder / shard, name, shape, dtype)
+    return tensors, skipped, problems
+
+
+def _shard_header(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    with safe_open(path, framework="pt") as f:
+        for name in f.keys():  # noqa: SIM118 (safe_open is not a mapping)
+            piece = f.get_slice(name)
+            yield name, (tuple(piece.get_shape()), piece.get_dtype())
+
+
+def _stream(folder: CheckpointFolder, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in file order, each moved to ``device`` before the next is read."""
+    by_shard: dict[Path, list[tuple[str, str]]] = {}
+    for module, entry in folder.tensors.items():
+        by_shard.setdefault(entry.shard, []).append((module, entry.name))
+    for shard, names in sorted(by_shard.items()):
+        with safe_open(shard, framework="pt") as f:
+            for module, name in names:
+                # On the CPU the slice may alias the mapped file; clone so that the mapping can go.
+                tensor = f.get_tensor(name)
+                yield module, tensor.clone() if device.type == "cpu" else tensor.to(device)
+
+
+__all__ = ["PREFIX", "CheckpointFolder", "TensorEntry", "load_weights", "read_folder", "save_folder"]

@@ -1,0 +1,89 @@
+"""The four networks of DreamZero under one roof, with the tensor names of the published checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from .config import DreamZeroConfig
+from .dit import CausalDiT
+from .image_encoder import ImageEncoder
+from .text_encoder import TextEncoder
+from .vae import VideoVAE
+
+
+class DreamZero(nn.Module):
+    """Weights of the DiT (``model``), umT5 (``text_encoder``), CLIP (``image_encoder``) and VAE (``vae``).
+
+    ``state_dict()`` has the published names without their ``action_head.`` prefix (DreamZero spec 6.2). The module has
+    no forward: the engine calls its parts.
+    """
+
+    def __init__(self, config: DreamZeroConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = CausalDiT(config.dit)
+        self.text_encoder = TextEncoder(config.text)
+        self.image_encoder = ImageEncoder(config.image)
+        self.vae = VideoVAE(config.vae)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.patch_embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.patch_embedding.weight.device
+
+    @classmethod
+    def on_meta(cls, config: DreamZeroConfig) -> DreamZero:
+        """Build without allocating: names, shapes and counts only."""
+        with torch.device("meta"):
+            return cls(config).requires_grad_(False).eval()
+
+    @classmethod
+    def with_random_weights(
+        cls,
+        config: DreamZeroConfig,
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> DreamZero:
+        """A network that was never trained, for tests, demos of the machinery and benchmarks. It is not a policy.
+
+        All parameters are random, also those that training starts at zero, and scaled so that activations stay finite.
+        The draw depends on seed, device kind and dtype.
+        """
+        network = cls.on_meta(config)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        state = {
+            name: _random_parameter(name, tuple(p.shape), generator, device, dtype)
+            for name, p in network.state_dict().items()
+        }
+        network.load_state_dict(state, strict=True, assign=True)
+        return network.requires_grad_(False).eval()
+
+
+def _random_parameter(
+    name: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str, dtype: torch.dtype
+) -> nn.Parameter:
+    """Matrices N(0, 1/fan_in), gains 1 + N(0, 0.1), biases N(0, 0.1), modulation N(0, 0.3), embeddings N(0, 0.5)."""
+    draw = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf in ("gamma",) or (leaf == "weight" and len(shape) == 1):
+        value = 1 + 0.1 * draw
+    elif leaf in ("bias", "b") or len(shape) < 2:
+        value = 0.1 * draw
+    elif "modulation" in name:
+        value = 0.3 * draw
+    elif "embedding" in name and "patch_embedding" not in name and leaf in ("weight", "cls_embedding", "pos_embedding"):
+        linear = name.startswith(("model.text_embedding", "model.time_embedding"))
+        value = draw / math.sqrt(shape[-1]) if linear else 0.5 * draw
+    elif leaf == "W":
+        value = draw / math.sqrt(shape[1])
+    else:
+        value = draw / math.sqrt(math.prod(shape[1:]))
+    return nn.Parameter(value.to(dtype), requires_grad=False)
