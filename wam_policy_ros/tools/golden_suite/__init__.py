@@ -1,0 +1,1 @@
+"""Comparisons of the engine with recorded runs of the published reference, one file per component."""

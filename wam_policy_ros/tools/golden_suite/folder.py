@@ -1,0 +1,136 @@
+"""A folder of recordings and the table of comparisons."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+COMPONENT_LIMIT = 5e-5  # float32
+CLOSED_LOOP_LIMIT = 2e-4  # float32, end to end
+BF16_COMPONENT_LIMIT = 0.08
+BF16_CLOSED_LOOP_LIMIT = 0.2
+BF16_CORRELATION = 0.999
+
+
+class Recording(dict[str, Tensor]):
+    """Tensors of one file, floating ones as float32, and the decoded metadata."""
+
+    metadata: dict[str, Any]
+
+    def sub(self, prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): v for k, v in self.items() if k.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ``worst`` is max|a - b| / std(b) over all tensors of the group, or a count of faults."""
+
+    file: str
+    what: str
+    tensors: int
+    worst: float
+    limit: float
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        # "not (worst > limit)" would pass NaN.
+        return self.worst <= self.limit and self.tensors > 0
+
+
+class GoldenFolder:
+    """Reads files of a folder laid out like the recordings."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.used: set[str] = set()
+
+    def has(self, *names: str) -> bool:
+        return all((self.path / n).is_file() for n in names)
+
+    def read(self, name: str) -> Recording:
+        """
+        Raises:
+            SafetensorError, OSError: unreadable file.
+        """
+        self.used.add(name)
+        with safe_open(self.path / name, "pt") as f:
+            out = Recording({k: f.get_tensor(k) for k in f.keys()})  # noqa: SIM118
+            out.metadata = {k: _json(v) for k, v in (f.metadata() or {}).items()}
+        for k, v in out.items():
+            if v.dtype == torch.bfloat16:  # weights may be stored losslessly as bf16
+                out[k] = v.float()
+        return out
+
+    def json(self, name: str) -> Any:
+        self.used.add(name)
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
+    def unused(self) -> list[str]:
+        """Files that no comparison read."""
+        names = {p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if p.is_file()}
+        return sorted(
+            n for n in names - self.used if not n.lower().endswith((".md", ".txt")) or n.startswith("msgpack/")
+        )
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """max|a - b| / std(b) in float64; inf for another shape or values that are not finite; exact match is 0."""
+    if a.shape != b.shape or not torch.isfinite(a.double()).all():
+        return float("inf")
+    a, b = a.double().cpu(), b.double().cpu()
+    if torch.equal(a, b):
+        return 0.0
+    spread = b.std() if b.numel() > 1 else b.abs().max()
+    return float((a - b).abs().max() / spread.clamp_min(1e-12))
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Pearson correlation over all values."""
+    return float(torch.corrcoef(torch.stack([a.double().flatten().cpu(), b.double().flatten().cpu()]))[0, 1])
+
+
+class Group:
+    """Collects comparisons that make one row."""
+
+    def __init__(self, file: str, what: str, limit: float, *, min_correlation: float | None = None) -> None:
+        self.file, self.what, self.limit, self.min_correlation = file, what, limit, min_correlation
+        self.count, self.worst, self.where = 0, 0.0, ""
+
+    def compare(self, name: str, got: Tensor, expected: Tensor) -> None:
+        error = difference(got, expected)
+        if self.min_correlation is not None and error < float("inf"):
+            r = correlation(got, expected)
+            if not r > self.min_correlation:
+                error = float("inf")
+        self._add(name, error)
+
+    def exact(self, name: str, got: object, expected: object) -> None:
+        """For integers, strings, bytes: a difference counts as one fault."""
+        self._add(name, 0.0 if got == expected else float("inf"))
+
+    def fail(self, name: str, reason: str) -> None:
+        self._add(f"{name} ({reason})", float("inf"))
+
+    def _add(self, name: str, error: float) -> None:
+        self.count += 1
+        if error != error:  # NaN
+            error = float("inf")
+        if error > self.worst or not self.where:
+            self.worst, self.where = max(error, self.worst), name
+
+    def row(self) -> Row:
+        return Row(self.file, self.what, self.count, self.worst, self.limit, self.where)
+
+
+def _json(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

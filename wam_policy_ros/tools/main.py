@@ -1,0 +1,59 @@
+"""The ``wam`` command. Sub-commands are imported when they are asked for, so that ``wam up`` needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from wam_policy_ros import __version__
+from wam_policy_ros.contract.errors import MissingDependency, WamError
+
+COMMANDS = {
+    "inspect": "what a checkpoint folder holds and what is missing, without loading weights",
+    "demo": "play a robot over real DDS, run the node, write a report with pictures",
+    "up": "start the node without a ROS installation",
+    "golden": "compare the engine with recorded reference runs",
+    "bench": "time the stages of a closed-loop step",
+}
+_EXTRAS = {"torch": "engine", "safetensors": "engine", "ftfy": "engine", "tokenizers": "engine"} | {
+    "av": "demo",
+    "matplotlib": "demo",
+    "rclpy": "ros-kilted",
+    "msgpack": "serve",
+    "websockets": "serve",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status. Errors of the package are printed as one message, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="wam", description="DreamZero on a robot: tools of wam_policy_ros.")
+    parser.add_argument("--version", action="version", version=f"wam_policy_ros {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    named = next((a for a in arguments if not a.startswith("-")), None)
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text)
+        if name == named:
+            try:
+                module = importlib.import_module(f"wam_policy_ros.tools.{name}")
+            except ModuleNotFoundError as error:
+                extra = _EXTRAS.get((error.name or "").split(".")[0])
+                if extra is None:
+                    raise
+                print(f"wam {name}: {MissingDependency(str(error.name), extra, f'wam {name}')}", file=sys.stderr)
+                return 2
+            module.add_arguments(sub)
+    args = parser.parse_args(arguments)
+    try:
+        return int(module.run(args))
+    except WamError as error:
+        print(f"wam {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
