@@ -1,0 +1,123 @@
+"""Which row of a chunk runs when: latency compensation, velocities, the next request. Pure functions.
+
+Times in ns are on the robot's clock (the one of ``Observation.stamp_ns``); ``now_ns`` is when the rows are handed to
+the controller, which starts a trajectory on receipt.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ChunkError, LateChunk
+from .interface import ActionChunk
+
+MIN_ROWS = 3
+"""A chunk with fewer rows left than this is late (ROS spec 4.6)."""
+
+
+class Run(NamedTuple):
+    """Rows that still lie ahead.
+
+    Attributes:
+        rows: float64 ``[M, D]``, the last M rows of the chunk.
+        time_from_start_s: float64 ``[M]``, strictly increasing, the first at least ``min_lead_s``.
+    """
+
+    rows: npt.NDArray[np.float64]
+    time_from_start_s: npt.NDArray[np.float64]
+
+
+def rows_to_run(chunk: ActionChunk, now_ns: int, *, min_lead_s: float, first_of_session: bool) -> Run:
+    """Drop the rows whose time has passed.
+
+    Row k is due at ``stamp + (k + 1) * dt``. Rows stay when they are due later than ``now + min_lead_s``.
+
+    Args:
+        chunk: as the policy gave it.
+        now_ns: time of publication.
+        min_lead_s: rows due sooner than this are dropped: the controller could only reach them with a jerk.
+        first_of_session: the robot has stood still since the observation, so the plan is as good as new: no row is
+            dropped and the first one is due one step from now.
+
+    Raises:
+        LateChunk: fewer than ``MIN_ROWS`` rows are left.
+        ChunkError: the chunk carries no stamp.
+    """
+    rows = np.asarray(chunk.actions, dtype=np.float64)
+    steps = np.arange(1, len(rows) + 1)
+    if first_of_session:
+        return Run(rows, np.asarray(steps * chunk.dt_s, dtype=np.float64))
+    if chunk.stamp_ns is None:
+        raise ChunkError("the chunk has no observation stamp", remedy="give Observation.stamp_ns to the policy")
+    ahead = np.asarray(steps * chunk.dt_s - (now_ns - chunk.stamp_ns) * 1e-9, dtype=np.float64)
+    keep = ahead > min_lead_s
+    if (left := int(keep.sum())) < MIN_ROWS:
+        raise LateChunk(
+            "the chunk came too late",
+            got=f"{left} of {len(rows)} rows ahead, {(now_ns - chunk.stamp_ns) * 1e-9:.3f} s after the observation",
+            expected=f"at least {MIN_ROWS} rows more than {min_lead_s} s ahead",
+        )
+    return Run(rows[keep], ahead[keep])
+
+
+def velocities(
+    rows: npt.NDArray[np.float64],
+    times_s: npt.NDArray[np.float64],
+    *,
+    before: tuple[npt.NDArray[np.float64], float] | None = None,
+) -> npt.NDArray[np.float64]:
+    """Velocities for every row: central differences, the last row zero.
+
+    Args:
+        rows: ``[M, D]``.
+        times_s: ``[M]``, strictly increasing.
+        before: the row before the first and its time, when there is one; without it the first velocity is the
+            difference to the second row.
+
+    Returns:
+        ``[M, D]``, unit of the rows per second.
+    """
+    out = np.zeros_like(rows, dtype=np.float64)
+    if before is not None:
+        rows = np.concatenate([before[0][None], rows])
+        times_s = np.concatenate([[before[1]], times_s])
+    slope = np.zeros_like(rows, dtype=np.float64)
+    if len(rows) > 1:
+        slope[0] = (rows[1] - rows[0]) / (times_s[1] - times_s[0])
+    if len(rows) > 2:
+        slope[1:-1] = (rows[2:] - rows[:-2]) / (times_s[2:] - times_s[:-2])[:, None]
+    slope[-1] = 0.0
+    out[:] = slope[-len(out) :]
+    return out
+
+
+def stops_between_chunks(*, latency_s: float | None, horizon: int, dt_s: float, min_lead_s: float) -> bool:
+    """True when a chunk computed while the robot moves would always be late, so the robot has to stop and think."""
+    return latency_s is not None and latency_s + min_lead_s >= (horizon - MIN_ROWS) * dt_s
+
+
+def next_request_due(
+    origin_ns: int,
+    *,
+    execute_steps: int,
+    dt_s: float,
+    latency_s: float | None,
+    plan_end_ns: int,
+    stops: bool,
+) -> int:
+    """When to ask the policy again, in ns.
+
+    Args:
+        origin_ns: the time that makes row k of the running chunk due at ``origin + (k + 1) * dt``.
+        execute_steps: rows to execute before the next chunk takes over.
+        dt_s: seconds per row.
+        latency_s: expected duration of the request, None when nothing has been measured.
+        plan_end_ns: time of the last published row.
+        stops: see ``stops_between_chunks``; the robot then executes the whole chunk before it looks again.
+    """
+    if stops:
+        return plan_end_ns
+    return origin_ns + round((execute_steps * dt_s - (latency_s or 0.0)) * 1e9)

@@ -1,0 +1,40 @@
+"""Does the configuration fit the policy? Asked once, before anything moves."""
+
+from __future__ import annotations
+
+from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.contract.interface import PolicySpec
+
+from .parameters import NodeParameters
+
+
+def check_rate(params: NodeParameters, spec: PolicySpec) -> None:
+    """Raises ConfigError when a control rate is given that is not the policy's."""
+    given, own = params.control_rate_hz, spec.control_rate_hz
+    if given and abs(given - own) > 1e-6 * own:
+        raise ConfigError(
+            "control.rate_hz is not the policy's",
+            got=f"{given} Hz, a period of {1 / given:.4f} s",
+            expected=f"{own} Hz, a period of {1 / own:.4f} s",
+            remedy="leave control.rate_hz at 0.0",
+        )
+
+
+def check_fit(expected: PolicySpec, got: PolicySpec) -> None:
+    """The loaded policy must be what the node was configured for; only horizon and raw camera sizes may differ.
+
+    Raises:
+        ConfigError: names the first difference.
+    """
+    pairs = {
+        "action space": (expected.action_space, got.action_space),
+        "embodiment": (expected.embodiment, got.embodiment),
+        "cameras": ([c.name for c in expected.cameras], [c.name for c in got.cameras]),
+        "state fields": ([(f.name, f.dim) for f in expected.state], [(f.name, f.dim) for f in got.state]),
+        "action fields": ([(f.name, f.dim) for f in expected.action], [(f.name, f.dim) for f in got.action]),
+        "control rate": (expected.control_rate_hz, got.control_rate_hz),
+        "frame offsets": (expected.frame_offsets, got.frame_offsets),
+    }
+    for name, (want, have) in pairs.items():
+        if want != have:
+            raise ConfigError(f"the policy does not fit the node: {name}", got=have, expected=want)

@@ -1,0 +1,348 @@
+"""The control loop of an active node: when to ask the policy, what to do with its answer, when to stop.
+
+Knows no rclpy: it is handed its inputs, worker, output and clock, and is called at every tick and for every result.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+from wam_policy_ros.contract.chunking import next_request_due, rows_to_run, stops_between_chunks
+from wam_policy_ros.contract.errors import (
+    Cancelled,
+    LateChunk,
+    MissingInput,
+    ObservationError,
+    PromptError,
+    UnsafeChunk,
+    WamError,
+)
+from wam_policy_ros.contract.interface import PolicySpec
+from wam_policy_ros.contract.safety import SafetyGate
+
+from .clock_watch import ClockWatch
+from .inputs import Inputs
+from .joints import JointMap
+from .outputs import HOLD_S, TrajectoryOutput
+from .parameters import NodeParameters
+from .streams import Now
+from .worker import InferenceWorker, Phase, Request, Result
+
+MAX_LATE_IN_A_ROW = 2
+_LATENCY_WEIGHT = 0.3  # of the newest value in the running mean
+
+
+class Substate(str, Enum):
+    """What an active node does. ``holding``: it stopped and says why; ``waiting``: not started yet, and says why."""
+
+    INACTIVE = "inactive"
+    WAITING = "waiting"
+    HOLDING = "holding"
+    RUNNING = "running"
+
+
+class ControlLoop:
+    """One robot, one policy, one session at a time. All methods are called on the executor's thread.
+
+    Args:
+        params, joints, inputs, worker, output: its parts.
+        clock: reads both clocks.
+        simulated: the node's clock is /clock.
+        changed: called after a change of substate, reason, session or prompt.
+        log: called with a level (``info``, ``warn``, ``error``) and a line.
+    """
+
+    def __init__(
+        self,
+        params: NodeParameters,
+        joints: JointMap,
+        inputs: Inputs,
+        worker: InferenceWorker,
+        output: TrajectoryOutput,
+        *,
+        clock: Callable[[], Now],
+        simulated: bool,
+        changed: Callable[[], None],
+        log: Callable[[str, str], None],
+    ) -> None:
+        self._params, self._joints, self._inputs = params, joints, inputs
+        self._worker, self._output, self._clock = worker, output, clock
+        self._simulated, self._changed, self._log = simulated, changed, log
+        self._watch = ClockWatch(simulated=simulated)
+        self._spec: PolicySpec | None = None
+        self._gate: SafetyGate | None = None
+        self.substate, self.reason, self.fault = Substate.INACTIVE, "", ""
+        self.prompt = params.instruction.strip()
+        self.session_id = ""
+        self.step = 0
+        self.latency_s: float | None = None
+        self.timings_s: dict[str, float] = {}
+        self.counters: Counter[str] = Counter()
+        self._mean_latency_s: float | None = None
+        self._generation = 0
+        self._session_start_ns = 0
+        self._due_ns = 0
+        self._asked_ns = 0  # stamp of the newest observation the policy was asked about in this session
+        self._in_flight: Request | None = None
+        self._input_lost = False
+        self._refused_prompt: str | None = None
+        self._late_in_a_row = 0
+        self._said: tuple[Substate, str] = (Substate.INACTIVE, "")
+
+    @property
+    def active(self) -> bool:
+        return self.substate is not Substate.INACTIVE
+
+    def activate(self, spec: PolicySpec) -> None:
+        """Start with a fresh session."""
+        self._spec, self._gate = spec, SafetyGate.for_policy(spec)
+        self._watch = ClockWatch(simulated=self._simulated)
+        self._output.forget()
+        self.fault, self._input_lost, self._refused_prompt = "", False, None
+        self._say(Substate.WAITING, "activated")
+        self._new_session()
+
+    def deactivate(self) -> None:
+        """Hold, void everything under way. The publisher must still be active."""
+        if not self.active:
+            return
+        self._new_session()
+        self.session_id = ""
+        self._say(Substate.INACTIVE, "")
+
+    def reset(self) -> None:
+        """Clear a latched fault, start a new session."""
+        self.fault, self._refused_prompt = "", None
+        if self.active:
+            self._new_session()
+            self._say(Substate.WAITING, "reset")
+
+    def set_prompt(self, prompt: str) -> None:
+        """A different instruction starts a new session."""
+        prompt = prompt.strip()
+        if prompt == self.prompt:
+            return
+        self.prompt, self._refused_prompt = prompt, None
+        self._log("info", f"instruction: {prompt!r}")
+        if self.active:
+            self._new_session()
+            if not self.fault:
+                self._say(Substate.WAITING, "instruction changed")
+        self._changed()
+
+    def on_tick(self) -> None:
+        """One control period: watch clock, deadline and inputs, then ask the policy if it is time."""
+        if not self.active:
+            return
+        now = self._clock()
+        if (jump_s := self._watch.update(now)) is not None:
+            self._log("warn", f"the node's clock jumped by {jump_s:+.3f} s: new session")
+            self._inputs.clear()
+            self._output.shift_clock(round(jump_s * 1e9))
+            self._new_session()
+            self.counters["clock_jumps"] += 1
+        if self._in_flight is not None:
+            busy_s = now.steady_ns * 1e-9 - self._in_flight.submitted_s
+            if busy_s > self._params.safety_deadline_s:
+                self.latch(f"no answer from the policy for {busy_s:.2f} s (safety.deadline_s)")
+        if self.fault:
+            return
+        if self._simulated and now.ros_ns == 0:
+            self._say(Substate.WAITING, "use_sim_time is true, but nothing arrives on /clock")
+            return
+        try:
+            self._inputs.check(now)
+        except ObservationError as error:
+            self._lose_input(error)
+            return
+        if self._input_lost:
+            self._input_lost = False
+            self._log("info", "the inputs are sound again: new session")
+            self._new_session()
+            self._say(Substate.WAITING, "inputs are sound again")
+        self._ask(now)
+
+    def on_worker(self) -> None:
+        """The worker has a result or a new status."""
+        result = self._worker.take_result()
+        if not self.active:
+            return
+        if result is not None:
+            if result.request.generation != self._generation:
+                self.counters["discarded"] += 1
+                return
+            self._in_flight = None
+            if result.error is not None:
+                self._on_refusal(result.error)
+            else:
+                self._on_chunk(result)
+        elif self._worker.status.phase is Phase.FAILED and not self.fault:
+            self.latch(f"the policy failed: {self._worker.status.message}")
+
+    def _ask(self, now: Now) -> None:
+        if self._in_flight is not None or now.ros_ns < self._due_ns:
+            return
+        if not self.prompt:
+            self._say(Substate.WAITING, "no instruction: set the parameter instruction or publish on ~/prompt")
+            return
+        if self._refused_prompt == self.prompt:
+            return
+        try:
+            observation = self._inputs.snapshot(now, self._session_start_ns, self.prompt)
+        except ObservationError as error:
+            self._say(self.substate if self.substate is Substate.RUNNING else Substate.WAITING, str(error), error.what)
+            return
+        if observation.stamp_ns <= self._asked_ns:
+            return
+        self._asked_ns = observation.stamp_ns
+        self.counters["off_schedule"] += observation.off_schedule
+        self.counters["padded"] += observation.padded
+        self._in_flight = Request(self._generation, self.session_id, observation, now.steady_ns * 1e-9)
+        self._worker.submit(self._in_flight)
+        if self.step == 0:
+            self._say(Substate.WAITING, "the policy works on its first chunk")
+
+    def _on_chunk(self, result: Result) -> None:
+        assert self._spec is not None and self._gate is not None and result.chunk is not None
+        now, stamp_ns, dt_s = self._clock(), result.request.observation.stamp_ns, self._spec.dt_s
+        self.latency_s, self.timings_s = result.latency_s, dict(result.chunk.timings_s)
+        mean = self._mean_latency_s
+        self._mean_latency_s = self.latency_s if mean is None else mean + _LATENCY_WEIGHT * (self.latency_s - mean)
+        self.step += 1
+        plan = self._output.plan
+        try:
+            rows = self._gate.admit(result.chunk.actions, dt_s=result.chunk.dt_s)
+            chunk = replace(result.chunk, actions=rows, stamp_ns=stamp_ns)
+            run = rows_to_run(
+                chunk,
+                now.ros_ns,
+                min_lead_s=self._params.control_min_lead_s,
+                first_of_session=plan is None or plan.end_ns <= stamp_ns,
+            )
+        except UnsafeChunk as error:
+            self.counters["refused"] += 1
+            self.latch(str(error))
+            return
+        except LateChunk as error:
+            self._on_late(error)
+            return
+        skipped = len(rows) - len(run.rows)
+        before = self._joints.command(rows[skipped - 1 : skipped])[0] if skipped else None
+        self._output.publish(self._joints.command(run.rows), run.time_from_start_s, now.ros_ns, before=before)
+        self._late_in_a_row = 0
+        self.counters["chunks"] += 1
+        self._plan_next(now.ros_ns + round((run.time_from_start_s[0] - (skipped + 1) * dt_s) * 1e9))
+        self._say(Substate.RUNNING, "")
+
+    def _plan_next(self, origin_ns: int) -> None:
+        assert self._spec is not None
+        plan = self._output.plan
+        stops = stops_between_chunks(
+            latency_s=self._mean_latency_s,
+            horizon=self._spec.horizon,
+            dt_s=self._spec.dt_s,
+            min_lead_s=self._params.control_min_lead_s,
+        )
+        if stops and not self.counters["stop_and_go"]:
+            chunk_s = self._spec.horizon * self._spec.dt_s
+            self._log(
+                "warn",
+                f"a step takes {self._mean_latency_s:.2f} s, a chunk lasts {chunk_s:.2f} s: the robot executes a whole "
+                "chunk and stands still until the next one is there",
+            )
+        self.counters["stop_and_go"] += stops
+        self._due_ns = next_request_due(
+            origin_ns,
+            execute_steps=self._params.control_execute_steps,
+            dt_s=self._spec.dt_s,
+            latency_s=self._mean_latency_s,
+            plan_end_ns=origin_ns if plan is None else plan.end_ns,
+            stops=stops,
+        )
+
+    def _on_late(self, error: LateChunk) -> None:
+        self.counters["late"] += 1
+        self._late_in_a_row += 1
+        if self._late_in_a_row > MAX_LATE_IN_A_ROW:
+            self.latch(f"{self._late_in_a_row} chunks in a row came too late; {error}")
+            return
+        self._log("warn", str(error))
+        assert self._spec is not None
+        self._plan_next(self._clock().ros_ns - round(self._params.control_execute_steps * self._spec.dt_s * 1e9))
+
+    def _on_refusal(self, error: WamError) -> None:
+        if isinstance(error, Cancelled):
+            return
+        self.counters["refused"] += 1
+        if isinstance(error, PromptError):
+            self._refused_prompt = self.prompt
+            self._new_session()
+            self._say(Substate.HOLDING, str(error), error.what)
+        elif isinstance(error, ObservationError):
+            self._lose_input(error)
+        else:
+            self.latch(str(error))
+
+    def _lose_input(self, error: ObservationError) -> None:
+        if not self._input_lost:
+            self._input_lost = True
+            self._new_session()
+        never_moved = self._output.plan is None and isinstance(error, MissingInput)
+        self._say(Substate.WAITING if never_moved else Substate.HOLDING, str(error), error.what)
+
+    def latch(self, reason: str) -> None:
+        """Stop and stay stopped until ``reset``."""
+        self.fault = reason
+        self._log("error", f"fault: {reason}; holding until ~/reset")
+        self._new_session()
+        self._say(Substate.HOLDING, reason)
+
+    def _new_session(self) -> None:
+        """Stop the robot, void everything under way, forget the episode."""
+        now = self._clock()
+        moving = self._output.moving(now.ros_ns)
+        self._output.hold(now.ros_ns)
+        # The first chunk of a session assumes a robot that stands still, so nothing seen while it brakes is used.
+        self._session_start_ns = now.ros_ns + (round(HOLD_S * 1e9) if moving else 0)
+        self._generation += 1
+        self._worker.new_generation(self._generation)
+        self._in_flight = None
+        self.session_id, self.step = uuid.uuid4().hex, 0
+        self._due_ns = self._asked_ns = self._late_in_a_row = 0
+        self.counters["sessions"] += 1
+
+    def _say(self, substate: Substate, reason: str, key: str | None = None) -> None:
+        """Set substate and reason. ``key`` is the part of the reason that does not change from tick to tick."""
+        self.substate, self.reason = substate, reason
+        said = (substate, key if key is not None else reason)
+        if said == self._said:
+            return
+        self._said = said
+        if substate in (Substate.HOLDING, Substate.WAITING) and not self.fault:
+            self._log("warn" if substate is Substate.HOLDING else "info", f"{substate.value}: {reason}")
+        self._changed()
+
+    def summary(self) -> dict[str, Any]:
+        """The loop's part of ``~/state``; JSON-serialisable."""
+        return {
+            "substate": self.substate.value,
+            "reason": self.reason,
+            "fault": self.fault,
+            "session": self.session_id,
+            "step": self.step,
+            "prompt": self.prompt,
+            "latency_s": self.latency_s,
+            "timings_s": self.timings_s,
+            "counters": {
+                **{k: self.counters[k] for k in ("chunks", "late", "refused", "discarded", "off_schedule", "padded")},
+                "superseded": self._worker.superseded,
+                "sessions": self.counters["sessions"],
+                "clock_jumps": self.counters["clock_jumps"],
+                "streams": self._inputs.counters(),
+            },
+        }

@@ -1,0 +1,244 @@
+"""What the policy gets to see: subscriptions, the soundness of all streams, and the observation of one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rclpy.qos import QoSProfile
+from sensor_msgs.msg import CompressedImage, Image, JointState
+
+from wam_policy_ros.contract.errors import ConfigError, MissingInput, StaleInput
+from wam_policy_ros.contract.history import Selection, select_frames
+from wam_policy_ros.contract.interface import CameraSpec, Observation, PolicySpec
+
+from .joints import JointMap
+from .messages import fit, image_to_rgb
+from .parameters import NodeParameters
+from .qos import sensor_qos
+from .streams import CameraInput, Frame, JointStateInput, Limits, Log, Now
+
+try:
+    from rclpy.event_handler import SubscriptionEventCallbacks
+except ImportError:  # Humble
+    from rclpy.qos_event import SubscriptionEventCallbacks  # type: ignore[no-redef]
+
+__all__ = ["CameraInput", "Inputs", "JointStateInput", "Now", "PendingObservation"]
+
+
+@dataclass(frozen=True)
+class PendingObservation:
+    """An observation whose images are still messages; the worker turns them into arrays.
+
+    Attributes:
+        frames: camera -> chosen messages, oldest first, the same number for every camera, no message twice.
+        newest: camera -> the message nearest to ``stamp_ns``.
+        topics: camera -> topic, for messages.
+        state: field -> float64 ``[dim]`` in the policy's units, at ``stamp_ns``.
+        stamp_ns: the newest moment that every camera has reached.
+        session_start_ns: no frame is older.
+        resize: ``pad`` or ``stretch``.
+        off_schedule, padded: see ``contract.history.Selection``, summed over cameras.
+    """
+
+    frames: Mapping[str, tuple[Frame, ...]]
+    newest: Mapping[str, Frame]
+    topics: Mapping[str, str]
+    state: Mapping[str, npt.NDArray[np.float64]]
+    prompt: str
+    stamp_ns: int
+    session_start_ns: int
+    resize: str
+    off_schedule: int = 0
+    padded: int = 0
+
+    def materialise(self, cameras: Sequence[CameraSpec], *, first_call: bool) -> Observation:
+        """Decode and resize.
+
+        Args:
+            cameras: names and raw sizes.
+            first_call: take the newest frame alone.
+
+        Raises:
+            InvalidImage: a message cannot be decoded.
+        """
+        images: dict[str, npt.NDArray[np.uint8]] = {}
+        stamps: dict[str, npt.NDArray[np.int64]] = {}
+        for camera in cameras:
+            chosen = (self.newest[camera.name],) if first_call else self.frames[camera.name]
+            topic = self.topics[camera.name]
+            decoded = [fit(image_to_rgb(f.msg, topic), camera.height, camera.width, self.resize) for f in chosen]
+            images[camera.name] = np.stack(decoded)
+            stamps[camera.name] = np.array([f.stamp_ns for f in chosen], dtype=np.int64)
+        return Observation(
+            frames=images,
+            state=self.state,
+            prompt=self.prompt,
+            stamp_ns=self.stamp_ns,
+            frame_stamps_ns=stamps,
+            session_start_ns=self.session_start_ns,
+        )
+
+
+class Inputs:
+    """All streams of one robot.
+
+    Args:
+        params: topics, ages.
+        spec: cameras, frame schedule, rate.
+        joints: names and mapping of the joints.
+        clock: reads both clocks.
+        warn: log function.
+    """
+
+    def __init__(
+        self, params: NodeParameters, spec: PolicySpec, joints: JointMap, *, clock: Callable[[], Now], warn: Log
+    ) -> None:
+        self._params, self._spec, self._joints, self._clock, self._warn = params, spec, joints, clock, warn
+        tolerance, source = params.sync_future_tolerance_s, params.sync_stamp_source
+        limits = Limits(params.sync_max_age_s, tolerance, source)
+        reach_s = -min(spec.frame_offsets) / spec.control_rate_hz
+        self.cameras = {
+            c.name: CameraInput(
+                c.name,
+                topic,
+                limits,
+                size=(c.height, c.width),
+                keep_s=max(3.0, reach_s + 1.0),
+                warn=warn,
+            )
+            for c, topic in zip(spec.cameras, camera_topics(params, spec.cameras), strict=True)
+        }
+        joint_limits = Limits(params.sync_joint_max_age_s, tolerance, source)
+        self.joint_states = JointStateInput(joints.names, params.joints_topic, joint_limits, warn=warn)
+
+    def subscribe(self, node: Any) -> list[Any]:
+        """Create the subscriptions on a node; the caller destroys them."""
+        kind = CompressedImage if self._params.image_compressed else Image
+        out = [
+            self._subscribe_one(node, kind, c.topic, sensor_qos(5, reliable=self._params.image_reliable), c.on_message)
+            for c in self.cameras.values()
+        ]
+        joints = self.joint_states
+        qos = sensor_qos(10)
+        return [*out, self._subscribe_one(node, JointState, joints.topic, qos, joints.on_message)]
+
+    def _subscribe_one(
+        self, node: Any, kind: type, topic: str, qos: QoSProfile, sink: Callable[[Any, Now], None]
+    ) -> Any:
+        def incompatible(event: Any) -> None:
+            self._warn(
+                f"{topic}: {event.total_count} publisher(s) with incompatible QoS (policy {event.last_policy_kind}), "
+                "from which nothing is received; remedy: image.reliable: false, or a reliable publisher"
+            )
+
+        events = SubscriptionEventCallbacks(incompatible_qos=incompatible)
+        return node.create_subscription(kind, topic, lambda m: sink(m, self._clock()), qos, event_callbacks=events)
+
+    def clear(self) -> None:
+        """Forget everything received, e.g. after a jump of the clock."""
+        for camera in self.cameras.values():
+            camera.clear()
+        self.joint_states.clear()
+
+    def check(self, now: Now) -> None:
+        """Are all streams sound at this moment? To be asked at every control tick.
+
+        Raises:
+            MissingInput, StaleInput: the first stream that is not; names topic, age and limit.
+        """
+        for camera in self.cameras.values():
+            camera.check(now)
+        self.joint_states.check(now)
+        reference = self._reference_ns()
+        nearest = {c.topic: c.nearest(reference) for c in self.cameras.values()}
+        skew_s = (max(nearest.values()) - min(nearest.values())) * 1e-9
+        if skew_s > self._params.sync_max_skew_s:
+            raise StaleInput(
+                "the cameras are not synchronous",
+                field=min(nearest, key=nearest.__getitem__),
+                got=f"stamps {skew_s:.3f} s apart at the same moment, earliest {min(nearest, key=nearest.__getitem__)}",
+                expected=f"at most {self._params.sync_max_skew_s} s",
+                remedy="synchronise the cameras, or raise sync.max_skew_s",
+            )
+
+    def _reference_ns(self) -> int:
+        return min(c.frames[-1].stamp_ns for c in self.cameras.values())
+
+    def snapshot(self, now: Now, session_start_ns: int, prompt: str) -> PendingObservation:
+        """Choose the frames and the state of one moment.
+
+        Args:
+            now: both clocks.
+            session_start_ns: older frames are not used.
+            prompt: the instruction.
+
+        Raises:
+            MissingInput: a stream is missing, or has nothing since the session's start.
+            StaleInput: see ``check``.
+        """
+        self.check(now)
+        reference = self._reference_ns()
+        usable = {name: camera.since(session_start_ns) for name, camera in self.cameras.items()}
+        for name, frames in usable.items():
+            if not frames or reference < session_start_ns:
+                late = name if not frames else min(self.cameras.values(), key=lambda c: c.frames[-1].stamp_ns).name
+                raise MissingInput(f"waiting for camera {late!r}", field=late, got="no frame of this session yet")
+        picks: dict[str, Selection] = {}
+        newest: dict[str, Frame] = {}
+        for name, frames in usable.items():
+            stamps = [f.stamp_ns for f in frames]
+            rate = self._spec.control_rate_hz
+            picks[name] = select_frames(stamps, reference, self._spec.frame_offsets, rate)
+            newest[name] = frames[select_frames(stamps, reference, (0,), rate).indices[0]]
+        return PendingObservation(
+            frames=_same_number(usable, {n: sorted(set(p.indices)) for n, p in picks.items()}),
+            newest=newest,
+            topics={n: c.topic for n, c in self.cameras.items()},
+            state=self._joints.state_fields(self.joint_states.at(reference)),
+            prompt=prompt,
+            stamp_ns=reference,
+            session_start_ns=session_start_ns,
+            resize=self._params.image_resize,
+            off_schedule=sum(p.off_schedule for p in picks.values()),
+            padded=sum(p.padded for p in picks.values()),
+        )
+
+    def counters(self) -> dict[str, Any]:
+        """Received and dropped messages per stream; JSON-serialisable."""
+        streams: dict[str, CameraInput | JointStateInput] = {**self.cameras, self.joint_states.topic: self.joint_states}
+        return {n: {"received": s.received, "dropped": dict(s.drops.by_reason)} for n, s in streams.items()}
+
+
+def _same_number(usable: Mapping[str, list[Frame]], picks: Mapping[str, list[int]]) -> dict[str, tuple[Frame, ...]]:
+    """Every camera the same number of different frames: at the start of a session a camera that runs out of step can
+    have one pick less; its oldest other frame is added, or the others' oldest pick is left out."""
+    count = min(max(len(p) for p in picks.values()), *(len(f) for f in usable.values()))
+    out = {}
+    for name, frames in usable.items():
+        chosen = list(picks[name])[-count:]
+        spare = [i for i in range(len(frames)) if i not in chosen]
+        chosen = sorted(chosen + spare[: count - len(chosen)])
+        out[name] = tuple(frames[i] for i in chosen)
+    return out
+
+
+def camera_topics(params: NodeParameters, cameras: Sequence[CameraSpec]) -> tuple[str, ...]:
+    """Topics in camera order.
+
+    Raises:
+        ConfigError: the wrong number of topics was configured.
+    """
+    topics = params.cameras_topics or tuple(f"{c.topic}/image_raw" for c in cameras)
+    if len(topics) != len(cameras) or len(set(topics)) != len(topics):
+        raise ConfigError(
+            "cameras.topics does not fit the embodiment",
+            got=list(topics),
+            expected=f"{len(cameras)} different topics, for the cameras {[c.name for c in cameras]} in this order",
+        )
+    if not params.image_compressed:
+        return topics
+    return tuple(t if t.endswith("/compressed") else f"{t}/compressed" for t in topics)

@@ -1,0 +1,90 @@
+"""Lifecycle transitions that say what went wrong, and the automatic start."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from rclpy.clock import Clock, ClockType
+from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
+
+from wam_policy_ros.contract.errors import WamError
+
+from .worker import Phase
+
+AUTOSTART_PERIOD_S = 0.1
+
+_Callback = Callable[[Any, LifecycleState], TransitionCallbackReturn]
+
+
+def transition(target: str) -> Callable[[_Callback], _Callback]:
+    """Decorate ``on_<transition>`` of a node that has a ``lifecycle`` label and ``publish_state``.
+
+    rclpy turns an exception in a transition into an error state without a word. Here our own errors, which a person
+    can cure, are logged and make the transition fail; any other is logged with its traceback and goes to ``on_error``.
+
+    Args:
+        target: label after success.
+    """
+
+    def decorate(callback: _Callback) -> _Callback:
+        @functools.wraps(callback)
+        def wrapped(self: Any, state: LifecycleState) -> TransitionCallbackReturn:
+            name = callback.__name__.removeprefix("on_")
+            try:
+                result = callback(self, state)
+            except WamError as error:
+                self.refused = f"{name} refused: {error}"
+                self.get_logger().error(self.refused)
+                result = TransitionCallbackReturn.FAILURE
+            except Exception:
+                self.refused = f"{name} failed: {traceback.format_exc(limit=-1).splitlines()[-1]}"
+                self.get_logger().error(f"{name} raised\n{traceback.format_exc()}")
+                result = TransitionCallbackReturn.ERROR
+            if result is TransitionCallbackReturn.SUCCESS:
+                self.lifecycle = target
+                if name != "error":
+                    self.refused = ""
+            self.publish_state()
+            return result
+
+        return wrapped
+
+    return decorate
+
+
+class Autostart:
+    """Configures a node once, then activates it once as soon as its policy is ready.
+
+    It gives up, saying so, when configure fails or the policy cannot be loaded; afterwards the lifecycle belongs to
+    whoever calls the services.
+    """
+
+    def __init__(self, node: LifecycleNode, phase: Callable[[], Phase | None]) -> None:
+        self._node, self._phase, self._tried = node, phase, False
+        self._timer = node.create_timer(AUTOSTART_PERIOD_S, self._step, clock=steady_clock())
+
+    def cancel(self) -> None:
+        """Stop trying."""
+        self._timer.cancel()
+
+    def _step(self) -> None:
+        label, log = getattr(self._node, "lifecycle", ""), self._node.get_logger()
+        if label == "unconfigured" and not self._tried:
+            self._tried = True
+            self._node.trigger_configure()
+            if getattr(self._node, "lifecycle", "") != "inactive":
+                log.error("autostart gave up: configure failed; correct the parameters and configure again")
+                self.cancel()
+        elif label == "inactive" and self._phase() is Phase.READY:
+            self._node.trigger_activate()
+            self.cancel()
+        elif label != "inactive" or self._phase() in (Phase.FAILED, Phase.STOPPED):
+            self.cancel()
+
+
+def steady_clock() -> Clock:
+    """For timers that must go on when the node's clock is set, paused or simulated."""
+    return Clock(clock_type=ClockType.STEADY_TIME)

@@ -1,0 +1,185 @@
+"""Between ROS messages and arrays: images both ways, trajectories. No cv_bridge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+from builtin_interfaces.msg import Duration, Time
+from sensor_msgs.msg import CompressedImage, Image
+from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
+
+from wam_policy_ros.contract.errors import InvalidImage
+
+CHANNELS = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1}
+_TO_RGB = {
+    "bgr8": cv2.COLOR_BGR2RGB,
+    "rgba8": cv2.COLOR_RGBA2RGB,
+    "bgra8": cv2.COLOR_BGRA2RGB,
+    "mono8": cv2.COLOR_GRAY2RGB,
+}
+_JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+_NOT_COLOUR = ("compresseddepth", "16uc1", "32fc1", "mono16")
+
+
+def stamp_to_ns(stamp: Any) -> int:
+    """builtin_interfaces/Time -> ns."""
+    return int(stamp.sec) * 1_000_000_000 + int(stamp.nanosec)
+
+
+def ns_to_stamp(ns: int) -> Time:
+    """ns -> builtin_interfaces/Time."""
+    return Time(sec=ns // 1_000_000_000, nanosec=ns % 1_000_000_000)
+
+
+def _invalid(what: str, topic: str, got: object, expected: object) -> InvalidImage:
+    return InvalidImage(what, field=topic, got=f"{got} on {topic}", expected=expected)
+
+
+def check_image(msg: Image | CompressedImage, topic: str = "image") -> None:
+    """Cheap validity test for a callback; touches no pixel.
+
+    Raises:
+        InvalidImage: names the topic, the encoding and what is supported. ``what`` is the same for the same kind of
+            fault, so that it can be counted.
+    """
+    if isinstance(msg, CompressedImage):
+        return _check_compressed(msg, topic)
+    channels = CHANNELS.get(msg.encoding)
+    if channels is None:
+        raise _invalid("unsupported encoding", topic, repr(msg.encoding), f"one of {list(CHANNELS)}")
+    if msg.height == 0 or msg.width == 0:
+        raise _invalid("empty image", topic, f"{msg.width}x{msg.height} {msg.encoding}", "at least one pixel")
+    if msg.step < msg.width * channels:
+        raise _invalid(
+            "row step too small",
+            topic,
+            f"step {msg.step} for {msg.width} pixels of {msg.encoding}",
+            f"at least {msg.width * channels} bytes",
+        )
+    if msg.step * msg.height > len(msg.data):
+        raise _invalid(
+            "truncated image", topic, f"{len(msg.data)} bytes of {msg.encoding}", f"{msg.step * msg.height} bytes"
+        )
+    return None
+
+
+def _check_compressed(msg: CompressedImage, topic: str) -> None:
+    if any(word in msg.format.lower() for word in _NOT_COLOUR):
+        raise _invalid("unsupported compressed format", topic, repr(msg.format), "a colour image as jpeg or png")
+    head = bytes(msg.data[:8])
+    if not head.startswith(_JPEG) and head != _PNG:
+        raise _invalid("not a jpeg or png", topic, f"format {msg.format!r}, first bytes {head.hex()}", "jpeg or png")
+
+
+def image_size(msg: Image | CompressedImage) -> tuple[int, int] | None:
+    """(height, width), or None for a compressed image, whose size is known only after decoding."""
+    return None if isinstance(msg, CompressedImage) else (msg.height, msg.width)
+
+
+def image_to_rgb(msg: Image | CompressedImage, topic: str = "image") -> npt.NDArray[np.uint8]:
+    """Decode a camera message: uint8 ``[H, W, 3]`` RGB, a fresh array.
+
+    Honours ``step`` (padded rows). mono8 is repeated over the three channels, alpha is dropped.
+
+    Raises:
+        InvalidImage: see ``check_image``; also for a jpeg or png that cannot be decoded.
+    """
+    check_image(msg, topic)
+    if isinstance(msg, CompressedImage):
+        flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+        decoded = cv2.imdecode(np.frombuffer(msg.data, np.uint8), flags)
+        if decoded is None:
+            raise _invalid("broken jpeg or png", topic, f"{len(msg.data)} bytes, format {msg.format!r}", "an image")
+        return np.asarray(cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB), dtype=np.uint8)
+    channels = CHANNELS[msg.encoding]
+    flat = np.frombuffer(msg.data, np.uint8, count=msg.step * msg.height)
+    rows = flat.reshape(msg.height, msg.step)[:, : msg.width * channels]
+    pixels = np.ascontiguousarray(rows).reshape(msg.height, msg.width, channels)
+    if msg.encoding == "rgb8":
+        return pixels.copy() if pixels.base is not None and np.shares_memory(pixels, flat) else pixels
+    return np.asarray(cv2.cvtColor(pixels, _TO_RGB[msg.encoding]), dtype=np.uint8)
+
+
+def fit(rgb: npt.NDArray[np.uint8], height: int, width: int, mode: str) -> npt.NDArray[np.uint8]:
+    """Bring an image to the embodiment's raw size.
+
+    Args:
+        rgb: uint8 ``[h, w, 3]``.
+        height, width: wanted size.
+        mode: ``pad`` keeps the aspect and fills with black bars, image centred; ``stretch`` fills.
+
+    Returns:
+        uint8 ``[height, width, 3]``; the input itself when it fits already.
+    """
+    h, w = rgb.shape[:2]
+    if (h, w) == (height, width):
+        return rgb
+    scale = min(height / h, width / w)
+    new_h, new_w = (height, width) if mode == "stretch" else (max(1, round(h * scale)), max(1, round(w * scale)))
+    shrinks = new_h * new_w < h * w
+    resized = cv2.resize(rgb, (new_w, new_h), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+    if (new_h, new_w) == (height, width):
+        return np.asarray(resized, dtype=np.uint8)
+    out = np.zeros((height, width, 3), np.uint8)
+    top, left = (height - new_h) // 2, (width - new_w) // 2
+    out[top : top + new_h, left : left + new_w] = resized
+    return out
+
+
+def rgb_to_image(rgb: npt.NDArray[np.uint8], *, stamp_ns: int = 0, frame_id: str = "") -> Image:
+    """uint8 ``[H, W, 3]`` RGB -> rgb8 Image. Assigns bytes: an ndarray would be checked element by element."""
+    msg = Image()
+    msg.header.stamp = ns_to_stamp(stamp_ns)
+    msg.header.frame_id = frame_id
+    msg.height, msg.width = int(rgb.shape[0]), int(rgb.shape[1])
+    msg.encoding, msg.is_bigendian, msg.step = "rgb8", 0, int(rgb.shape[1]) * 3
+    msg.data = np.ascontiguousarray(rgb, dtype=np.uint8).tobytes()
+    return msg
+
+
+def tile(images: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+    """Images side by side, the lower ones filled up with black at the bottom: uint8 ``[max H, sum W, 3]``."""
+    height = max(i.shape[0] for i in images)
+    return np.concatenate([np.pad(i, ((0, height - i.shape[0]), (0, 0), (0, 0))) for i in images], axis=1)
+
+
+def trajectory(
+    names: Sequence[str],
+    positions: npt.NDArray[np.float64],
+    times_s: npt.NDArray[np.float64],
+    velocities: npt.NDArray[np.float64] | None = None,
+) -> JointTrajectory:
+    """A trajectory that starts when the controller receives it (zero header stamp).
+
+    Args:
+        names: joints, in column order.
+        positions: ``[M, J]`` joint units.
+        times_s: ``[M]``, time_from_start.
+        velocities: ``[M, J]`` or None for positions only.
+
+    Raises:
+        ValueError: a controller would reject or misread the message (sizes, order of times, non-finite values).
+    """
+    ns = np.rint(np.asarray(times_s, dtype=np.float64) * 1e9)
+    if positions.ndim != 2 or positions.shape != (len(ns), len(names)) or len(ns) == 0:
+        raise ValueError(f"positions {positions.shape} for {len(ns)} times and {len(names)} joints")
+    if velocities is not None and velocities.shape != positions.shape:
+        raise ValueError(f"velocities {velocities.shape} beside positions {positions.shape}")
+    if not (np.isfinite(ns).all() and ns[0] > 0 and (np.diff(ns) > 0).all()):
+        raise ValueError(f"time_from_start must be positive and strictly increasing: {times_s}")
+    if not np.isfinite(positions).all() or (velocities is not None and not np.isfinite(velocities).all()):
+        raise ValueError("positions and velocities must be finite")
+    if len(set(names)) != len(names):
+        raise ValueError(f"a joint is named twice: {list(names)}")
+    msg = JointTrajectory(joint_names=list(names))
+    for k, t in enumerate(ns):
+        point = JointTrajectoryPoint(positions=positions[k].tolist())
+        if velocities is not None:
+            point.velocities = velocities[k].tolist()
+        point.time_from_start = Duration(sec=int(t) // 1_000_000_000, nanosec=int(t) % 1_000_000_000)
+        msg.points.append(point)
+    return msg

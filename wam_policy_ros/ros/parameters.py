@@ -1,0 +1,225 @@
+"""Every parameter of the node: name, default, unit, range, meaning. ``config/dreamzero.yaml`` says the same in YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wam_policy_ros.contract.errors import ConfigError
+
+_OWN_OF_RCLPY = ("use_sim_time", "start_type_description_service", "qos_overrides.")
+
+
+def _p(
+    default: Any,
+    name: str,
+    doc: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    meta = {"name": name, "doc": doc, "unit": unit, "low": low, "high": high, "choices": choices}
+    return dataclasses.field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class NodeParameters:
+    """The node's configuration, resolved and checked. The ROS name of each is in its metadata."""
+
+    backend: str = _p(
+        "engine",
+        "backend",
+        "engine: the network in this process; hold: no network, the robot stands still (dry run)",
+        choices=("engine", "hold"),
+    )
+    embodiment: str = _p("oxe_droid", "embodiment", "tag of the robot in the checkpoint's metadata.json")
+    checkpoint: str = _p("", "checkpoint", "folder of the checkpoint")
+    tokenizer: str = _p("", "tokenizer", "tokenizer.json or its folder; empty: look beside the checkpoint")
+    random_weights: str = _p(
+        "",
+        "random_weights",
+        "untrained network of this size instead of a checkpoint: a test of the machinery, not a policy",
+        choices=("", "tiny", "14b"),
+    )
+    device: str = _p("auto", "device", "torch device, or auto")
+    instruction: str = _p("", "instruction", "what to do; ~/prompt changes it while the node runs")
+    autostart: bool = _p(True, "autostart", "configure at start, activate as soon as the policy is ready")
+    executor: str = _p("single", "executor", "rclpy executor", choices=("single", "events"))
+
+    cameras_topics: tuple[str, ...] = _p(
+        (), "cameras.topics", "image topics in the embodiment's camera order; empty: <suggested name>/image_raw"
+    )
+    image_compressed: bool = _p(False, "image.compressed", "subscribe sensor_msgs/CompressedImage")
+    image_reliable: bool = _p(False, "image.reliable", "reliable instead of best effort for images")
+    image_resize: str = _p(
+        "pad",
+        "image.resize",
+        "pad: keep the aspect, black bars; stretch: fill the embodiment's raw size",
+        choices=("pad", "stretch"),
+    )
+
+    joints_topic: str = _p("joint_states", "joints.topic", "sensor_msgs/JointState")
+    joints_names: tuple[str, ...] = _p(
+        (), "joints.names", "ROS joint names in the order of the state fields, gripper joints included; required"
+    )
+    gripper_open: float = _p(0.0, "gripper.open", "gripper joint at policy value 0", unit="joint unit")
+    gripper_closed: float = _p(
+        0.0, "gripper.closed", "gripper joint at policy value 1; must differ from open", unit="joint unit"
+    )
+
+    output_topic: str = _p("joint_trajectory", "output.topic", "trajectory_msgs/JointTrajectory")
+    output_ignore_fields: tuple[str, ...] = _p(
+        (), "output.ignore_fields", "action fields that are not executed, e.g. agibot's robot_velocity"
+    )
+
+    control_rate_hz: float = _p(
+        0.0, "control.rate_hz", "0: the policy's; any other value must equal the policy's", unit="Hz", low=0.0, high=1e3
+    )
+    control_execute_steps: int = _p(
+        8, "control.execute_steps", "rows executed before the next chunk takes over", unit="steps", low=1, high=1000
+    )
+    control_min_lead_s: float = _p(
+        0.03, "control.min_lead_s", "rows due sooner than this are dropped", unit="s", low=0.0, high=1.0
+    )
+    control_publish_velocities: bool = _p(
+        True, "control.publish_velocities", "complete velocities, the last zero; false: positions only"
+    )
+
+    sync_max_age_s: float = _p(0.2, "sync.max_age_s", "oldest usable camera frame", unit="s", low=0.001, high=60.0)
+    sync_joint_max_age_s: float = _p(
+        0.1, "sync.joint_max_age_s", "oldest usable joint position", unit="s", low=0.001, high=60.0
+    )
+    sync_max_skew_s: float = _p(
+        0.05, "sync.max_skew_s", "largest difference between the cameras' stamps", unit="s", low=0.0, high=60.0
+    )
+    sync_future_tolerance_s: float = _p(
+        0.02,
+        "sync.future_tolerance_s",
+        "how far a stamp may be ahead of the node's clock",
+        unit="s",
+        low=0.0,
+        high=10.0,
+    )
+    sync_stamp_source: str = _p(
+        "header", "sync.stamp_source", "header: message stamps; receive: time of arrival", choices=("header", "receive")
+    )
+
+    safety_deadline_s: float = _p(
+        10.0, "safety.deadline_s", "a request that takes longer is a latched fault", unit="s", low=0.01, high=3600.0
+    )
+
+    @classmethod
+    def names(cls) -> dict[str, dataclasses.Field[Any]]:
+        """ROS name -> dataclass field, in order of declaration."""
+        return {f.metadata["name"]: f for f in dataclasses.fields(cls)}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> NodeParameters:
+        """Coerce, check ranges, cross-check.
+
+        Args:
+            values: ROS name -> value; names that are absent, and None, mean the default.
+
+        Raises:
+            ConfigError: every problem found, in one message.
+        """
+        fields, problems = cls.names(), unknown_names(values)
+        out: dict[str, Any] = {}
+        for name, f in fields.items():
+            value = values.get(name)
+            if value is None:
+                continue
+            try:
+                out[f.name] = _coerce(name, f, value)
+            except ConfigError as error:
+                problems.append(str(error))
+        if not problems:
+            params = cls(**out)
+            problems += params._cross_check()
+            if not problems:
+                return params
+        raise ConfigError("; ".join(problems))
+
+    def _cross_check(self) -> list[str]:
+        problems = []
+        if self.backend == "engine" and bool(self.checkpoint) == bool(self.random_weights):
+            given = "both" if self.checkpoint else "neither"
+            problems.append(
+                f"exactly one of checkpoint and random_weights must be given, got {given}: set checkpoint to a "
+                "checkpoint folder, or random_weights to tiny or 14b for a test without trained weights"
+            )
+        if self.backend != "engine" and (self.checkpoint or self.random_weights):
+            problems.append(f"backend {self.backend} uses no weights, but checkpoint or random_weights is set")
+        return problems
+
+
+def unknown_names(given: Iterable[str]) -> list[str]:
+    """One sentence for each name that is not a parameter of this node, with the nearest ones that are."""
+    known = list(NodeParameters.names())
+    out = []
+    for name in given:
+        if name in known or name.startswith(_OWN_OF_RCLPY):
+            continue
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        near += [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1] and k not in near]
+        out.append(f"unknown parameter {name!r}" + (f" (did you mean {', '.join(near)}?)" if near else ""))
+    return out
+
+
+def _coerce(name: str, f: dataclasses.Field[Any], value: Any) -> Any:
+    kind: Any = type(f.default)
+    meta = f.metadata
+    expected = {float: "a number", int: "a whole number", bool: "true or false", str: "text", tuple: "a list of text"}
+    wrong = ConfigError(f"parameter {name}: wrong type", got=repr(value), expected=expected[kind])
+    if kind is tuple:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise wrong
+        return tuple(v for v in value if v)
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = float(value)
+    elif kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not kind:
+        raise wrong
+    if kind in (float, int):
+        low, high = meta["low"], meta["high"]
+        if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+            unit = f" {meta['unit']}" if meta["unit"] else ""
+            raise ConfigError(f"parameter {name}: out of range", got=value, expected=f"{low} to {high}{unit}")
+    if meta["choices"] and value not in meta["choices"]:
+        raise ConfigError(f"parameter {name}: unknown value", got=repr(value), expected=f"one of {meta['choices']}")
+    return value
+
+
+def declare(node: Any) -> None:
+    """Declare every parameter on a node. Typed dynamically: a YAML integer is accepted where a double is meant."""
+    from rcl_interfaces.msg import ParameterDescriptor
+
+    for name, f in NodeParameters.names().items():
+        meta = f.metadata
+        limits = f"range {meta['low']} to {meta['high']}" if meta["low"] is not None else ""
+        choices = f"one of {meta['choices']}" if meta["choices"] else ""
+        notes = [t for t in (f"unit {meta['unit']}" if meta["unit"] else "", limits, choices) if t]
+        default = list(f.default) if isinstance(f.default, tuple) else f.default
+        descriptor = ParameterDescriptor(
+            description=meta["doc"], additional_constraints=", ".join(notes), dynamic_typing=True
+        )
+        node.declare_parameter(name, default, descriptor)
+
+
+def read(node: Any) -> NodeParameters:
+    """The node's parameters as they are now.
+
+    Raises:
+        ConfigError: see ``NodeParameters.from_values``; also for a parameter given to the node that does not exist.
+    """
+    values = {name: node.get_parameter(name).value for name in NodeParameters.names()}
+    # rclpy keeps what the command line and the YAML files gave for this node, declared or not, only here.
+    given = dict.fromkeys(getattr(node, "_parameter_overrides", {}))
+    return NodeParameters.from_values({**given, **values})

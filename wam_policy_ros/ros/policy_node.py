@@ -1,0 +1,310 @@
+"""The lifecycle node ``wam_policy``: wires topics, worker and control loop together, and computes nothing itself."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rcl_interfaces.msg import SetParametersResult
+from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
+from rclpy.parameter import Parameter
+from rclpy.qos import QoSProfile
+from std_msgs.msg import String
+from std_srvs.srv import Trigger
+from trajectory_msgs.msg import JointTrajectory
+
+from wam_policy_ros.contract.embodiment import get_embodiment
+from wam_policy_ros.contract.errors import ConfigError, NotReady
+from wam_policy_ros.contract.fakes import spec_of
+from wam_policy_ros.contract.interface import Policy, PolicySpec
+
+from . import parameters
+from .backend import make_policy
+from .checks import check_fit, check_rate
+from .control import ControlLoop
+from .inputs import Inputs
+from .joints import JointMap
+from .lifecycle import Autostart, steady_clock, transition
+from .outputs import TrajectoryOutput
+from .parameters import NodeParameters
+from .qos import latched_qos
+from .streams import Now
+from .video import VideoOutput
+from .worker import InferenceWorker, Phase, Progress, WorkerStatus
+
+STOP_S = 0.5
+"""How long a transition waits for the worker; a transition blocks every callback."""
+
+
+@dataclass
+class _Parts:
+    """What exists between configure and cleanup."""
+
+    params: NodeParameters
+    expected: PolicySpec
+    worker: InferenceWorker
+    control: ControlLoop
+    output: Any
+    video: VideoOutput
+    subscriptions: list[Any]
+    services: list[Any]
+    timers: list[Any]
+
+
+class PolicyNode(LifecycleNode):
+    """See the package's README for topics, services and parameters.
+
+    Args:
+        policy_factory: makes the policy in the worker thread; tests inject fakes here.
+        kwargs: for ``rclpy.lifecycle.LifecycleNode``.
+    """
+
+    def __init__(
+        self, policy_factory: Callable[[NodeParameters, Progress], Policy] = make_policy, **kwargs: Any
+    ) -> None:
+        super().__init__("wam_policy", **kwargs)
+        self.lifecycle, self.refused = "unconfigured", ""
+        self._policy_factory = policy_factory
+        self._parts: _Parts | None = None
+        self._old_worker: InferenceWorker | None = None
+        parameters.declare(self)
+        self._state_publisher = self.create_publisher(String, "~/state", latched_qos())
+        self._prompt_publisher = self.create_publisher(String, "~/active_prompt", latched_qos())
+        self._shown_prompt: str | None = None
+        self._guard = self.create_guard_condition(self._on_worker)
+        self.create_timer(1.0, self.publish_state, clock=steady_clock())
+        self.add_on_set_parameters_callback(self._on_set_parameters)
+        self._autostart = None
+        if self.get_parameter("autostart").value is True:
+            self._autostart = Autostart(self, lambda: self.worker_status.phase if self.worker_status else None)
+        self.publish_state()
+
+    @property
+    def worker_status(self) -> WorkerStatus | None:
+        """What the worker is doing, None while unconfigured."""
+        return self._parts.worker.status if self._parts else None
+
+    @property
+    def control(self) -> ControlLoop | None:
+        """The control loop, None while unconfigured."""
+        return self._parts.control if self._parts else None
+
+    def now(self) -> Now:
+        """Both clocks."""
+        return Now(self.get_clock().now().nanoseconds, time.monotonic_ns())
+
+    @transition("inactive")
+    def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
+        if self._old_worker is not None and self._old_worker.alive:
+            raise ConfigError(
+                "the worker thread of the last configuration still runs",
+                remedy="a step that hangs in the device's driver cannot be stopped: restart the process",
+            )
+        self._old_worker = None
+        params = parameters.read(self)
+        self._parts = self._build(params)
+        self._parts.worker.start()
+        return super().on_configure(state)
+
+    @transition("active")
+    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        parts = self._need_parts()
+        status = parts.worker.status
+        if status.phase is not Phase.READY or status.spec is None:
+            raise NotReady("the policy is not ready", got=f"{status.phase.value}: {status.message}")
+        check_fit(parts.expected, status.spec)
+        if status.spec.random_weights:
+            self.get_logger().warning(f"RANDOM WEIGHTS: not a policy ({status.spec.weights})")
+        result = super().on_activate(state)
+        parts.control.activate(status.spec)
+        return result
+
+    @transition("inactive")
+    def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        self._need_parts().control.deactivate()
+        return super().on_deactivate(state)
+
+    @transition("unconfigured")
+    def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
+        self._release(STOP_S)
+        return super().on_cleanup(state)
+
+    @transition("finalized")
+    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
+        self._release(STOP_S)
+        return super().on_shutdown(state)
+
+    @transition("unconfigured")
+    def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
+        self._release(STOP_S)
+        return TransitionCallbackReturn.SUCCESS
+
+    def close(self, timeout_s: float) -> bool:
+        """Before the process ends: hold if active, stop and join the worker. False when its thread does not stop."""
+        if self._autostart is not None:
+            self._autostart.cancel()
+        worker = self._parts.worker if self._parts else self._old_worker
+        if self.lifecycle != "finalized":
+            self.trigger_shutdown()
+        return worker is None or worker.stop(timeout_s)
+
+    def _build(self, params: NodeParameters) -> _Parts:
+        expected = spec_of(get_embodiment(params.embodiment), weights="")
+        check_rate(params, expected)
+        joints = JointMap.build(
+            expected.state,
+            expected.action,
+            names=params.joints_names,
+            ignore_fields=params.output_ignore_fields,
+            gripper_open=params.gripper_open,
+            gripper_closed=params.gripper_closed,
+        )
+        inputs = Inputs(params, expected, joints, clock=self.now, warn=lambda line: self._log("warn", line))
+        publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
+        output = TrajectoryOutput(publisher, joints.command_names, with_velocities=params.control_publish_velocities)
+        video = VideoOutput(self)
+        worker = InferenceWorker(
+            lambda progress: self._policy_factory(params, progress),
+            notify=self._guard.trigger,
+            after_step=video.after_step,
+        )
+        control = ControlLoop(
+            params,
+            joints,
+            inputs,
+            worker,
+            output,
+            clock=self.now,
+            simulated=self.get_parameter("use_sim_time").value is True,
+            changed=self.publish_state,
+            log=self._log,
+        )
+        period_s = 1.0 / expected.control_rate_hz
+        return _Parts(
+            params=params,
+            expected=expected,
+            worker=worker,
+            control=control,
+            output=publisher,
+            video=video,
+            subscriptions=[
+                *inputs.subscribe(self),
+                self.create_subscription(String, "~/prompt", self._on_prompt, latched_qos()),
+            ],
+            services=[self.create_service(Trigger, "~/reset", self._on_reset)],
+            timers=[self.create_timer(period_s, lambda: self._safely(control.on_tick), clock=steady_clock())],
+        )
+
+    def _release(self, timeout_s: float) -> None:
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        parts.control.deactivate()
+        if not parts.worker.stop(timeout_s):
+            self._old_worker = parts.worker
+            self.get_logger().error(
+                f"the worker thread did not stop within {timeout_s} s; configure is refused until it does"
+            )
+        for timer in parts.timers:
+            self.destroy_timer(timer)
+        for subscription in parts.subscriptions:
+            self.destroy_subscription(subscription)
+        for service in parts.services:
+            self.destroy_service(service)
+        parts.video.destroy()
+        self.destroy_lifecycle_publisher(parts.output)
+
+    def _need_parts(self) -> _Parts:
+        if self._parts is None:
+            raise NotReady("the node is not configured")
+        return self._parts
+
+    def _on_worker(self) -> None:
+        if self._parts is None:
+            return
+        self._safely(self._parts.control.on_worker)
+        if self._parts.worker.status.phase is not Phase.READY:
+            self.publish_state()
+
+    def _safely(self, step: Callable[[], None]) -> None:
+        """A defect of ours must stop the robot, not the process."""
+        try:
+            step()
+        except Exception:
+            self.get_logger().error(f"defect in the control loop\n{traceback.format_exc()}")
+            if self._parts is not None and self._parts.control.active:
+                self._parts.control.latch("defect in the control loop, see the log")
+
+    def _on_prompt(self, msg: String) -> None:
+        self._need_parts().control.set_prompt(msg.data)
+
+    def _on_reset(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+        control = self._need_parts().control
+        control.reset()
+        response.success = True
+        response.message = f"session {control.session_id}" if control.active else "not active; fault cleared"
+        return response
+
+    def _on_set_parameters(self, changes: list[Parameter]) -> SetParametersResult:
+        ours = parameters.NodeParameters.names()
+        if self._parts is not None:
+            fixed = [p.name for p in changes if p.name in ours and p.name != "instruction"]
+            if fixed:
+                return SetParametersResult(successful=False, reason=f"{fixed} can change only after cleanup")
+            for p in changes:
+                if p.name == "instruction":
+                    if not isinstance(p.value, str):
+                        return SetParametersResult(successful=False, reason="instruction must be text")
+                    self._parts.control.set_prompt(p.value)
+        return SetParametersResult(successful=True)
+
+    def _log(self, level: str, line: str) -> None:
+        logger = self.get_logger()
+        # rclpy ties a severity to the line of code that logs, so each needs its own.
+        if level == "error":
+            logger.error(line)
+        elif level == "warn":
+            logger.warning(line)
+        else:
+            logger.info(line)
+
+    def publish_state(self) -> None:
+        """``~/state`` and, when it changed, ``~/active_prompt``."""
+        self._state_publisher.publish(String(data=json.dumps(self.state_summary(), default=str)))
+        prompt = self._parts.control.prompt if self._parts else None
+        if prompt is not None and prompt != self._shown_prompt:
+            self._shown_prompt = prompt
+            self._prompt_publisher.publish(String(data=prompt))
+
+    def state_summary(self) -> dict[str, Any]:
+        """What ``~/state`` says; JSON-serialisable."""
+        out: dict[str, Any] = {"lifecycle": self.lifecycle, "refused": self.refused}
+        status = self.worker_status
+        if self._parts is None or status is None:
+            return {**out, "substate": "inactive", "reason": self.refused}
+        out |= self._parts.control.summary()
+        out["loading"] = {"phase": status.phase.value, "message": status.message, "fraction": status.fraction}
+        out["warm_up_s"] = list(status.warm_up_s)
+        if (spec := status.spec) is not None:
+            out["policy"] = {
+                "weights": spec.weights,
+                "random_weights": spec.random_weights,
+                "embodiment": spec.embodiment,
+                "horizon": spec.horizon,
+                "control_rate_hz": spec.control_rate_hz,
+                "details": dict(spec.details),
+            }
+        if not out["reason"] and self.lifecycle != "active":
+            out["reason"] = self.refused or f"{status.phase.value}: {status.message}"
+        return out
+
+
+def main() -> int:
+    """The same as ``main.main``, which checks for ROS before anything of it is imported."""
+    from .main import main as run
+
+    return run()

@@ -1,0 +1,55 @@
+"""Pictures for people: what the policy saw, and what it predicts. Made in the worker, only when somebody looks."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import numpy as np
+from rclpy.qos import QoSProfile, ReliabilityPolicy
+from sensor_msgs.msg import Image
+
+from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
+
+from .messages import rgb_to_image, tile
+
+_BURST = 64  # frames of one predicted video are sent at once; a shorter queue would lose most of them
+
+
+class VideoOutput:
+    """Publishers ``~/observed/image_raw`` and ``~/predicted_video/image_raw``."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        qos = QoSProfile(depth=_BURST, reliability=ReliabilityPolicy.RELIABLE)
+        self.observed = node.create_publisher(Image, "~/observed/image_raw", qos)
+        self.predicted = node.create_publisher(Image, "~/predicted_video/image_raw", qos)
+        self._failed = False
+
+    def destroy(self) -> None:
+        self._node.destroy_publisher(self.observed)
+        self._node.destroy_publisher(self.predicted)
+
+    def after_step(self, policy: Policy, chunk: ActionChunk, observation: Observation) -> None:
+        """Called in the worker thread after the chunk was handed over. Never raises: a picture is not worth a fault."""
+        try:
+            self._show(policy, chunk, observation)
+        except Exception:
+            if not self._failed:
+                self._node.get_logger().warning(f"no pictures of this step\n{traceback.format_exc()}")
+            self._failed = True
+
+    def _show(self, policy: Policy, chunk: ActionChunk, observation: Observation) -> None:
+        stamp_ns = observation.stamp_ns or 0
+        if self.observed.get_subscription_count() > 0:
+            seen = tile([observation.frames[c.name][-1] for c in policy.spec.cameras])
+            self.observed.publish(rgb_to_image(seen, stamp_ns=stamp_ns, frame_id="observed"))
+        if self.predicted.get_subscription_count() > 0:
+            frames = policy.render_video(chunk)
+            if frames is None:
+                return
+            # The frames are spread evenly over the time the chunk covers.
+            step_ns = len(chunk.actions) * chunk.dt_s * 1e9 / len(frames)
+            for i, frame in enumerate(np.asarray(frames)):
+                due_ns = stamp_ns + round((i + 1) * step_ns)
+                self.predicted.publish(rgb_to_image(frame, stamp_ns=due_ns, frame_id="predicted"))

@@ -1,0 +1,237 @@
+"""The one thread that owns the policy: loads it, warms it up, then answers requests. Knows nothing of ROS."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from wam_policy_ros.contract.errors import Cancelled, EngineError, WamError
+from wam_policy_ros.contract.fakes import example_observation
+from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy, PolicySpec
+
+from .inputs import PendingObservation
+
+Progress = Callable[[str, float], None]
+PolicyFactory = Callable[[Progress], Policy]
+AfterStep = Callable[[Policy, ActionChunk, Observation], None]
+
+
+class Phase(str, Enum):
+    """Where the worker is."""
+
+    LOADING = "loading"
+    WARMING_UP = "warming up"
+    READY = "ready"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """What the worker is doing.
+
+    Attributes:
+        phase: see ``Phase``.
+        message, fraction: progress of the phase; fraction 0 to 1.
+        spec: the policy's spec once it is loaded.
+        error: why the phase is FAILED.
+        warm_up_s: duration of the first and of a later call, measured in the warm-up.
+    """
+
+    phase: Phase = Phase.LOADING
+    message: str = "not started"
+    fraction: float = 0.0
+    spec: PolicySpec | None = None
+    error: Exception | None = None
+    warm_up_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call to make. ``generation`` changes with every new session; ``submitted_s`` is ``time.monotonic``."""
+
+    generation: int
+    session_id: str
+    observation: PendingObservation
+    submitted_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to a request: a chunk or an error, never both.
+
+    Attributes:
+        request: as submitted.
+        chunk: None when there is an error.
+        error: a ``WamError``; anything else is wrapped in ``EngineError``.
+        latency_s: submission to answer on the steady clock.
+    """
+
+    request: Request
+    chunk: ActionChunk | None
+    error: WamError | None
+    latency_s: float
+
+
+class InferenceWorker:
+    """One thread, a 1-slot inbox (newest wins), a 1-slot mailbox for the result.
+
+    Args:
+        factory: makes the policy; called in the thread with a progress callback, which raises ``Cancelled`` when the
+            worker is asked to stop.
+        notify: called from the thread when a result or a new status is there; must be thread-safe and quick.
+        after_step: called in the thread after a chunk was handed over, for work that may not delay it.
+    """
+
+    def __init__(self, factory: PolicyFactory, *, notify: Callable[[], None], after_step: AfterStep) -> None:
+        self._factory, self._notify, self._after_step = factory, notify, after_step
+        self._cond = threading.Condition()
+        self._stop = False
+        self._generation = 0
+        self._inbox: Request | None = None
+        self._mailbox: Result | None = None
+        self._status = WorkerStatus()
+        self.superseded = 0
+        self._thread = threading.Thread(target=self._run, name="wam_inference", daemon=True)
+
+    def start(self) -> None:
+        """Begin loading."""
+        self._thread.start()
+
+    @property
+    def status(self) -> WorkerStatus:
+        return self._status
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def hung(self) -> bool:
+        """Asked to stop, but still running."""
+        return self._stop and self.alive
+
+    def new_generation(self, generation: int) -> None:
+        """Everything of older generations is void: a running step is cancelled, its session closed, its result lost."""
+        with self._cond:
+            self._generation = generation
+            self._mailbox = None
+            if self._inbox is not None and self._inbox.generation != generation:
+                self._inbox = None
+            self._cond.notify_all()
+
+    def submit(self, request: Request) -> None:
+        """Put a request into the inbox; one that still lies there is superseded and counted."""
+        with self._cond:
+            if self._inbox is not None:
+                self.superseded += 1
+            self._inbox = request
+            self._cond.notify_all()
+
+    def take_result(self) -> Result | None:
+        """Empty the mailbox."""
+        with self._cond:
+            result, self._mailbox = self._mailbox, None
+            return result
+
+    def stop(self, timeout_s: float) -> bool:
+        """Cancel and join. False when the thread is still running after ``timeout_s`` (see ``hung``)."""
+        with self._cond:
+            self._stop = True
+            self._inbox = self._mailbox = None
+            self._cond.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self.alive
+
+    def _set(self, **changes: Any) -> None:
+        self._status = replace(self._status, **changes)
+        self._notify()
+
+    def _progress(self, message: str, fraction: float) -> None:
+        if self._stop:
+            raise Cancelled("stopped while loading")
+        self._set(message=message, fraction=float(fraction))
+
+    def _run(self) -> None:
+        try:
+            self._set(message="loading the policy")
+            policy = self._factory(self._progress)
+            self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
+            self._warm_up(policy)
+            self._set(phase=Phase.READY, message="ready", fraction=1.0)
+            self._serve(policy)
+            self._set(phase=Phase.STOPPED, message="stopped")
+        except Cancelled:
+            self._set(phase=Phase.STOPPED, message="stopped")
+        except Exception as error:
+            self._set(phase=Phase.FAILED, message=f"{type(error).__name__}: {error}", error=error)
+
+    def _warm_up(self, policy: Policy) -> None:
+        """A first and a later call in a throwaway session, so that no robot waits for kernels to be built."""
+        spec, session = policy.spec, policy.open()
+        step_ns = 1e9 / spec.control_rate_hz
+        later = len(spec.frame_offsets)
+        try:
+            for call, frames in enumerate((1, later)):
+                self._progress(f"warm-up call {call + 1} of 2", call / 2)
+                stamp_ns = 10**9 - round(min(spec.frame_offsets) * step_ns) * (call + 1)
+                observation = example_observation(spec, frames=frames, stamp_ns=stamp_ns)
+                start = time.monotonic()
+                policy.infer(session, observation, cancelled=lambda: self._stop)
+                self._set(warm_up_s=(*self._status.warm_up_s, time.monotonic() - start))
+        finally:
+            policy.close(session)
+
+    def _serve(self, policy: Policy) -> None:
+        session: Any = None
+        generation, calls = -1, 0
+        while True:
+            with self._cond:
+                while not self._stop and self._inbox is None and (session is None or generation == self._generation):
+                    self._cond.wait()
+                request, self._inbox = self._inbox, None
+                stop, current = self._stop, self._generation
+            if session is not None and (stop or generation != current):
+                policy.close(session)
+                session = None
+            if stop:
+                return
+            if request is None or request.generation != current:
+                continue
+            if session is None:
+                session, generation, calls = policy.open(request.session_id), request.generation, 0
+            observation, result = self._step(policy, session, request, first_call=calls == 0)
+            calls += result.chunk is not None
+            self._hand_over(result)
+            if result.chunk is not None and observation is not None:
+                self._after_step(policy, result.chunk, observation)
+
+    def _step(
+        self, policy: Policy, session: Any, request: Request, *, first_call: bool
+    ) -> tuple[Observation | None, Result]:
+        observation: Observation | None = None
+        chunk: ActionChunk | None = None
+        error: WamError | None = None
+        try:
+            observation = request.observation.materialise(policy.spec.cameras, first_call=first_call)
+            chunk = policy.infer(session, observation, cancelled=lambda: self._void(request))
+        except WamError as e:
+            error = e
+        except Exception as e:
+            error = EngineError(f"the policy raised {type(e).__name__}: {e}")
+            error.__cause__ = e
+        return observation, Result(request, chunk, error, time.monotonic() - request.submitted_s)
+
+    def _void(self, request: Request) -> bool:
+        return self._stop or request.generation != self._generation
+
+    def _hand_over(self, result: Result) -> None:
+        with self._cond:
+            if result.request.generation == self._generation:
+                self._mailbox = result
+        self._notify()
