@@ -58,9 +58,15 @@ class CheckpointError(WamError):
         expected: object = None,
         remedy: str | None = None,
     ) -> None:
+        super().__init__(what, got=got, expected=expected, remedy=remedy)
         self.problems = tuple(problems)
-        listing = "".join(f"\n  - {p}" for p in self.problems)
-        super().__init__(what + listing, got=got, expected=expected, remedy=remedy)
+
+    def __str__(self) -> str:
+        return super().__str__() + "".join(f"\n  - {p}" for p in self.problems)
+
+    def lines(self) -> list[str]:
+        """One line per fault, for a list that gathers several errors."""
+        return list(self.problems) or [super().__str__()]
 
 
 class StatisticsError(CheckpointError):

@@ -6,6 +6,7 @@ embodiment page; what neither says raises.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from wam_policy_ros.contract.embodiment import Embodiment, get_embodiment
 from wam_policy_ros.contract.errors import CheckpointError, ConfigError, StatisticsError, TokenizerError
 from wam_policy_ros.contract.interface import FieldSpec
 from wam_policy_ros.contract.normalization import Statistics
-from wam_policy_ros.model.checkpoint import CheckpointFolder, load_weights, read_folder
+from wam_policy_ros.model.checkpoint import CheckpointFolder, check_weights, load_weights, read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import CheckpointFileError, ModelError, TokenizerFileError
@@ -70,17 +71,54 @@ def build_policy(
     assert checkpoint is not None
     try:
         folder = read_folder(checkpoint)
-        robot, statistics = describe_robot(folder, embodiment)
-        network_config = folder.config
-        tokens = _umt5(find_tokenizer_folder(folder.path, tokenizer or None), network_config)
+        robot, statistics, tokens = check_folder(folder, embodiment, tokenizer or None)
         network = load_weights(folder, device=where, dtype=dtype, progress=progress)
-    except TokenizerFileError as error:
-        raise TokenizerError(error.what, problems=error.problems, remedy=error.remedy) from error
     except CheckpointFileError as error:
         raise CheckpointError(error.what, problems=error.problems, remedy=error.remedy) from error
-    except ModelError as error:
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {error}") from error
     return DreamZeroPolicy(network, robot, statistics, tokens, config, weights=f"checkpoint {folder.path.name}")
+
+
+def check_folder(
+    folder: CheckpointFolder, embodiment: str, tokenizer: str | None
+) -> tuple[Embodiment, Statistics, UMT5Tokenizer]:
+    """Everything about a checkpoint folder that can be known without reading weights.
+
+    Raises:
+        StatisticsError, TokenizerError: that is the only thing wrong.
+        CheckpointError: several things, or the network's own files; ``problems`` lists them all.
+    """
+    faults: list[CheckpointError | ConfigError] = []
+    network_config: DreamZeroConfig | None = None
+    try:
+        network_config = folder.config
+        problems = check_weights(folder)
+    except ModelError as error:
+        problems = [f"config.json: {error}", *folder.problems]
+    if problems:
+        remedy = "download the folder again, completely, or fix config.json; nothing was loaded"
+        faults.append(CheckpointError("the network cannot be loaded", problems=problems, remedy=remedy))
+    robot = statistics = tokens = None
+    try:
+        robot, statistics = describe_robot(folder, embodiment)
+    except (CheckpointError, ConfigError) as error:
+        faults.append(error)
+    try:
+        place = find_tokenizer_folder(folder.path, tokenizer)
+        if network_config is not None:
+            tokens = _umt5(place, network_config)
+    except TokenizerFileError as error:
+        faults.append(TokenizerError(error.what, got="; ".join(error.problems) or None, remedy=error.remedy))
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        every = [line for f in faults for line in (f.lines() if isinstance(f, CheckpointError) else [str(f)])]
+        raise CheckpointError(
+            f"checkpoint {folder.path} cannot be used ({len(every)} problems)",
+            problems=every,
+            remedy="wam inspect shows the folder; nothing was loaded",
+        )
+    assert robot is not None and statistics is not None and tokens is not None
+    return robot, statistics, tokens
 
 
 def resolve_device(device: str) -> torch.device:
@@ -119,6 +157,9 @@ def describe_robot(folder: CheckpointFolder, embodiment: str) -> tuple[Embodimen
         ConfigError: unknown embodiment, or an action field of unknown kind.
     """
     page = get_embodiment(embodiment)
+    horizon = page.horizon
+    with contextlib.suppress(ModelError):  # reported by whoever loads the network; statistics can still be judged
+        horizon = folder.config.action_horizon
     if folder.metadata is None:
         raise StatisticsError(
             "the checkpoint has no normalisation statistics",
@@ -139,7 +180,7 @@ def describe_robot(folder: CheckpointFolder, embodiment: str) -> tuple[Embodimen
         cameras=_cameras(page, order.get("video"), entry),
         state=state,
         action=action,
-        horizon=folder.config.action_horizon,
+        horizon=horizon,
     )
     statistics = Statistics.from_metadata(folder.metadata, page.tag, state=state, action=action)
     return robot, statistics

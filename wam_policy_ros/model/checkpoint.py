@@ -90,7 +90,8 @@ def read_folder(path: str | Path) -> CheckpointFolder:
     """Read config, index, metadata and all shard headers.
 
     Raises:
-        CheckpointFileError: not a folder, or ``config.json`` or every weight file is absent or unreadable.
+        CheckpointFileError: not a folder, or ``config.json`` is absent or unreadable. Faults of the weight files are
+            collected in ``problems``.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -125,21 +126,16 @@ def load_weights(
         CheckpointFileError: names every missing, unexpected or misshaped tensor and every missing shard.
         ModelConfigError: ``config.json`` does not describe a supported network.
     """
-    if folder.lora_only:
-        raise CheckpointFileError(
-            f"{folder.path} holds LoRA adapters only (save_lora_only), not a complete network",
-            remedy="merge the adapters into the base they were trained on and give the merged folder",
-        )
-    network = DreamZero.on_meta(folder.config)
-    expected = {name: tuple(p.shape) for name, p in network.state_dict().items()}
-    problems = folder.compare(expected)
+    problems = check_weights(folder)
     if problems:
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         raise CheckpointFileError(
-            f"checkpoint {folder.path} does not fit the network described by its config.json "
-            f"({len(problems)} problem{'s' if len(problems) > 1 else ''})",
+            f"checkpoint {folder.path} does not fit the network described by its config.json ({count})",
             problems,
             remedy="download the folder again, completely, or fix config.json; nothing was loaded",
         )
+    network = DreamZero.on_meta(folder.config)
+    expected = {name: tuple(p.shape) for name, p in network.state_dict().items()}
     total = sum(torch.Size(s).numel() for s in expected.values())
     done = 0
     state: dict[str, nn.Parameter] = {}
@@ -149,6 +145,21 @@ def load_weights(
         progress("loading weights", done / total)
     network.load_state_dict(state, strict=True, assign=True)
     return network.requires_grad_(False).eval()
+
+
+def check_weights(folder: CheckpointFolder) -> list[str]:
+    """Every reason why the weight files do not make the network of ``config.json``; reads headers only.
+
+    Raises:
+        ModelConfigError: ``config.json`` does not describe a supported network.
+    """
+    if folder.lora_only:
+        return [
+            "the folder holds LoRA adapters only (save_lora_only), not a complete network: merge them into the base "
+            "they were trained on and give the merged folder"
+        ]
+    expected = {name: tuple(p.shape) for name, p in DreamZero.on_meta(folder.config).state_dict().items()}
+    return folder.compare(expected)
 
 
 def save_folder(network: DreamZero, config_json: dict[str, Any], path: str | Path, *, shards: int = 1) -> None:
@@ -199,7 +210,7 @@ def _read_headers(folder: Path) -> tuple[dict[str, TensorEntry], list[str], list
     elif (folder / SINGLE).is_file():
         weight_map, shards = None, [SINGLE]
     else:
-        raise CheckpointFileError(f"no weights in {folder}: neither {INDEX} nor {SINGLE}")
+        return {}, [], [f"no weights: neither {INDEX} nor {SINGLE} is there"]
 
     tensors: dict[str, TensorEntry] = {}
     skipped: list[str] = []
@@ -250,4 +261,4 @@ def _stream(folder: CheckpointFolder, device: torch.device) -> Iterator[tuple[st
                 yield module, tensor.clone() if device.type == "cpu" else tensor.to(device)
 
 
-__all__ = ["PREFIX", "CheckpointFolder", "TensorEntry", "load_weights", "read_folder", "save_folder"]
+__all__ = ["PREFIX", "CheckpointFolder", "TensorEntry", "check_weights", "load_weights", "read_folder", "save_folder"]

@@ -1,0 +1,58 @@
+"""What a measurement ran on: commit, hardware, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wam_policy_ros import __version__
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """JSON-serialisable description of this machine and this code."""
+    gpu: dict[str, Any] | None = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = {"name": properties.name, "memory_GiB": round(properties.total_memory / 2**30, 1)}
+    return {
+        "wam_policy_ros": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": getattr(torch.version, "hip", None),
+        "cpu": _cpu(),
+        "cpu_threads": torch.get_num_threads(),
+        "cpu_cores": os.cpu_count(),
+        "device": str(device),
+        "gpu": gpu,
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the source tree, ``+`` appended when it has local changes; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return os.environ.get("WAM_COMMIT")
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
+        status = ["git", "status", "--porcelain", "--untracked-files=no"]
+        dirty = subprocess.run(status, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.strip() + ("+" if dirty else "")
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

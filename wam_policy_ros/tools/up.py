@@ -1,0 +1,88 @@
+"""``wam up``: start the node with the packaged configuration where there is no ``ros2`` command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from wam_policy_ros.contract.errors import ConfigError
+
+HELP = "start the node"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", default="droid", help="packaged configuration by name (droid) or a YAML file")
+    parser.add_argument("--checkpoint", help="checkpoint folder")
+    parser.add_argument("--random-weights", choices=["tiny", "14b"], help="an untrained network instead: not a policy")
+    parser.add_argument("--tokenizer", help="folder with tokenizer.json of umt5-xxl")
+    parser.add_argument("--embodiment")
+    parser.add_argument("--device")
+    parser.add_argument("--instruction")
+    parser.add_argument("--namespace", default="")
+    parser.add_argument("--no-autostart", action="store_true", help="wait for lifecycle transitions from outside")
+    parser.add_argument(
+        "ros_args", nargs="*", metavar="-- ARGS", help="more ROS arguments, e.g. -- -p executor:=events"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    command = [sys.executable, "-m", "wam_policy_ros.ros.policy_node", *ros_arguments(args)]
+    print("starting:", " ".join(command[1:]), file=sys.stderr, flush=True)
+    # The node replaces this process, so that signals and the exit status are its own.
+    os.execv(sys.executable, command)
+
+
+def ros_arguments(args: argparse.Namespace) -> list[str]:
+    """``--ros-args`` for the node: packaged defaults, the chosen file, then what was given on the command line."""
+    out = ["--ros-args", "--params-file", str(config_file("dreamzero")), "--params-file", str(config_file(args.config))]
+    given = {
+        "checkpoint": args.checkpoint,
+        "random_weights": args.random_weights,
+        "tokenizer": args.tokenizer,
+        "embodiment": args.embodiment,
+        "device": args.device,
+        "instruction": args.instruction,
+    }
+    for name, value in given.items():
+        if value is not None:
+            # YAML would read "on" or "42" as something else than text.
+            out += ["-p", f"{name}:='{str(value).replace(chr(39), chr(39) * 2)}'"]
+    if args.no_autostart:
+        out += ["-p", "autostart:=false"]
+    if args.namespace:
+        out += ["-r", f"__ns:=/{args.namespace.strip('/')}"]
+    return out + list(args.ros_args)
+
+
+def config_file(name: str) -> Path:
+    """A packaged configuration by name, or a file by path.
+
+    Raises:
+        ConfigError: neither exists; the message lists the places and the packaged names.
+    """
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path
+        raise ConfigError("configuration file not found", got=name)
+    places = _config_folders()
+    for place in places:
+        if (place / f"{name}.yaml").is_file():
+            return place / f"{name}.yaml"
+    packaged = sorted({p.stem for place in places for p in place.glob("*.yaml")})
+    raise ConfigError(
+        "no packaged configuration of this name",
+        got=repr(name),
+        expected=f"one of {packaged}, or a path that ends in .yaml",
+        remedy=f"looked in {[str(p) for p in places]}",
+    )
+
+
+def _config_folders() -> list[Path]:
+    """ament prefixes, this Python environment, the source tree."""
+    share = Path("share") / "wam_policy_ros" / "config"
+    prefixes = [Path(p) for p in os.environ.get("AMENT_PREFIX_PATH", "").split(os.pathsep) if p]
+    folders = [p / share for p in (*prefixes, Path(sys.prefix))]
+    return [p for p in (*folders, Path(__file__).resolve().parents[2] / "config") if p.is_dir()]
