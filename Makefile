@@ -1,0 +1,66 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first.
+#
+#   make demo [CLIPS=folder] [CHECKPOINT=folder TOKENIZER=folder] [DURATION=30]
+#   make test        lint, types and all tests
+#   make venv        only the virtual environment (idempotent)
+#
+# Machines with a sourced ROS 2: `make demo ROS=` uses that rclpy instead of the PyPI wheels.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ROS ?= ros-kilted
+CLIPS ?= $(wildcard ../shared/video)
+DURATION ?= 30
+CHECKPOINT ?=
+TOKENIZER ?=
+REPORT ?= demo_report
+
+comma := ,
+EXTRAS := dev,demo,serve$(if $(ROS),$(comma)$(ROS))
+ifeq ($(ROS),)
+  VENV_FLAGS := --system-site-packages
+  RUN :=
+else
+  # The wheels bring their own libraries; a half-sourced ROS environment would mix two installations.
+  RUN := env -u LD_LIBRARY_PATH -u PYTHONPATH -u AMENT_PREFIX_PATH -u CMAKE_PREFIX_PATH -u RMW_IMPLEMENTATION \
+	-u ROS_DOMAIN_ID -u _ROS_WHEELS_BOOTSTRAP_COMPLETE
+endif
+
+.PHONY: help venv demo test lint bench clean
+
+help:
+	@sed -n '1,8s/^# \{0,1\}//p' Makefile
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: setup.py constraints.txt
+	@echo "[1/3] virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else \
+	  f"Python 3.11, 3.12 or 3.13 is needed, this is {v[0]}.{v[1]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { rm -rf $(VENV); \
+	  echo "python3 -m venv failed; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "[2/3] packages (torch is the large one)"
+	@$(RUN) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip setuptools wheel
+	@$(RUN) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
+	  -e '.[$(EXTRAS)]'
+	@echo "[3/3] ready"
+	@touch $@
+
+demo: venv
+	@$(RUN) $(BIN)/wam demo --seconds $(DURATION) --report $(REPORT) $(if $(CLIPS),--clips '$(CLIPS)') \
+	  $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(TOKENIZER),--tokenizer '$(TOKENIZER)')
+
+lint: venv
+	@$(RUN) $(BIN)/ruff check .
+	@$(RUN) $(BIN)/ruff format --check .
+	@$(RUN) $(BIN)/mypy
+
+test: lint
+	@$(RUN) ROS_AUTOMATIC_DISCOVERY_RANGE=LOCALHOST $(BIN)/python -m pytest test
+
+bench: venv
+	@$(RUN) $(BIN)/wam bench
+
+clean:
+	rm -rf $(VENV) build install log dist *.egg-info demo_report bench_out .mypy_cache .ruff_cache .pytest_cache
