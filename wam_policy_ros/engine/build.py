@@ -19,6 +19,7 @@ from wam_policy_ros.contract.embodiment import Embodiment, get_embodiment
 from wam_policy_ros.contract.errors import CheckpointError, ConfigError, StatisticsError, TokenizerError
 from wam_policy_ros.contract.interface import FieldSpec
 from wam_policy_ros.contract.normalization import Statistics
+from wam_policy_ros.contract.prompts import NEGATIVE_PROMPT
 from wam_policy_ros.model.checkpoint import CheckpointFolder, check_weights, load_weights, read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
@@ -103,11 +104,9 @@ def check_folder(
     except (CheckpointError, ConfigError) as error:
         faults.append(error)
     try:
-        place = find_tokenizer_folder(folder.path, tokenizer)
-        if network_config is not None:
-            tokens = _umt5(place, network_config)
-    except TokenizerFileError as error:
-        faults.append(TokenizerError(error.what, got="; ".join(error.problems) or None, remedy=error.remedy))
+        tokens = _umt5(folder.path, tokenizer, network_config)
+    except TokenizerError as error:
+        faults.append(error)
     if len(faults) == 1:
         raise faults[0]
     if faults:
@@ -131,6 +130,8 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(device)
+        if where.type not in ("cpu", "cuda"):
+            raise RuntimeError("the engine runs on cpu and cuda (NVIDIA and AMD GPUs)")
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
@@ -175,6 +176,13 @@ def describe_robot(folder: CheckpointFolder, embodiment: str) -> tuple[Embodimen
     action = _fields(page, page.action, order.get("action"), entry, "action")
     if relative is not None:
         action = tuple(dataclasses.replace(f, relative=f.name in relative) for f in action)
+    widths = {f.name: f.dim for f in state}
+    if lost := [f.name for f in action if f.relative and widths.get(f.name) != f.dim]:
+        raise ConfigError(
+            f"relative action fields {lost} have no state field of the same name and width to be relative to",
+            got=f"state {widths}",
+            remedy="fix the concatenation orders or relative_action_keys in experiment_cfg/conf.yaml",
+        )
     robot = dataclasses.replace(
         page,
         cameras=_cameras(page, order.get("video"), entry),
@@ -214,7 +222,6 @@ def _fields(
     """Fields in the checkpoint's order, with the checkpoint's widths."""
     by_name = {f.name: f for f in (*known, *page.state, *page.action)}
     names = order or [f.name for f in known]
-    shapes = (entry.get("modalities") or {}).get(kind) or {}
     fields = []
     for name in names:
         if name not in by_name:
@@ -224,8 +231,7 @@ def _fields(
                 remedy="add the field, with its unit and kind, to the embodiment page",
             )
         field = by_name[name]
-        shape = (shapes.get(name) or {}).get("shape")
-        dim = int(shape[0]) if shape else field.dim
+        (dim,) = _numbers(entry, kind, name, "shape", 1) or (field.dim,)
         fields.append(dataclasses.replace(field, dim=dim))
     return tuple(fields)
 
@@ -233,7 +239,6 @@ def _fields(
 def _cameras(page: Embodiment, order: list[str] | None, entry: Mapping[str, Any]) -> tuple[Any, ...]:
     """Cameras in the checkpoint's view order with the raw sizes of its metadata."""
     by_name = {c.name: c for c in page.cameras}
-    video = (entry.get("modalities") or {}).get("video") or {}
     cameras = []
     for name in order or list(by_name):
         if name not in by_name:
@@ -241,10 +246,32 @@ def _cameras(page: Embodiment, order: list[str] | None, entry: Mapping[str, Any]
                 f"the checkpoint's camera {name!r} is not on the embodiment page {page.tag!r}",
                 expected=f"cameras {list(by_name)}",
             )
-        size = (video.get(name) or {}).get("resolution")
         camera = by_name[name]
-        cameras.append(dataclasses.replace(camera, width=int(size[0]), height=int(size[1])) if size else camera)
+        width, height = _numbers(entry, "video", name, "resolution", 2) or (camera.width, camera.height)
+        cameras.append(dataclasses.replace(camera, width=width, height=height))
     return tuple(cameras)
+
+
+def _numbers(entry: Mapping[str, Any], kind: str, name: str, key: str, count: int) -> tuple[int, ...] | None:
+    """``count`` positive integers of ``modalities.<kind>.<name>.<key>`` in ``metadata.json``; None if it is absent.
+
+    Raises:
+        CheckpointError: something else is there.
+    """
+    value: Any = entry
+    for part in ("modalities", kind, name, key):
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"metadata.json: no object above {part!r} of {kind}.{name}", got=repr(value)[:80])
+        value = value.get(part)
+        if value is None:
+            return None
+    if not isinstance(value, list) or len(value) != count or any(type(v) is not int or v < 1 for v in value):
+        raise CheckpointError(
+            f"metadata.json: {key} of {kind} {name!r} is unusable",
+            got=repr(value)[:80],
+            expected=f"{count} positive integer(s)",
+        )
+    return tuple(value)
 
 
 def synthetic_metadata(embodiment: Embodiment) -> dict[str, Any]:
@@ -275,8 +302,24 @@ def synthetic_metadata(embodiment: Embodiment) -> dict[str, Any]:
     }
 
 
-def _umt5(folder: Path, network: DreamZeroConfig) -> UMT5Tokenizer:
-    return UMT5Tokenizer.from_folder(folder, network.dit.text_len, vocab_size=network.text.vocab)
+def _umt5(checkpoint: Path | None, given: str | None, network: DreamZeroConfig | None) -> UMT5Tokenizer | None:
+    """Find and try the tokenizer, before minutes are spent on weights; None when the network is not known.
+
+    Raises:
+        TokenizerError: absent, unreadable, or with ids beyond the text encoder's vocabulary.
+    """
+    try:
+        place = find_tokenizer_folder(checkpoint, given)
+        if network is None:
+            return None
+        tokens = UMT5Tokenizer.from_folder(place, network.dit.text_len, vocab_size=network.text.vocab)
+    except TokenizerFileError as error:
+        raise TokenizerError(error.what, got="; ".join(error.problems) or None, remedy=error.remedy) from error
+    try:
+        tokens([NEGATIVE_PROMPT])
+    except ModelError as error:
+        raise TokenizerError(f"the tokenizer in {place} does not fit the network", got=str(error)) from error
+    return tokens
 
 
 def _random_policy(
@@ -296,10 +339,9 @@ def _random_policy(
     robot = dataclasses.replace(robot, horizon=network_config.action_horizon)
     tokens: Tokenizer
     if tokenizer:
-        try:
-            tokens = _umt5(find_tokenizer_folder(None, tokenizer), network_config)
-        except TokenizerFileError as error:
-            raise TokenizerError(error.what, problems=error.problems, remedy=error.remedy) from error
+        found = _umt5(None, tokenizer, network_config)
+        assert found is not None
+        tokens = found
     else:
         tokens = ByteTokenizer(network_config.dit.text_len, truncate=preset == "14b")
     statistics = Statistics.from_metadata(synthetic_metadata(robot), robot.tag, state=robot.state, action=robot.action)

@@ -48,6 +48,7 @@ class CheckpointFolder:
         problems: what was wrong with the files themselves (missing or unreadable shards, index mismatches).
         metadata: parsed ``experiment_cfg/metadata.json``, or None.
         conf: text of ``experiment_cfg/conf.yaml``, or None.
+        lost: module names that the index places in missing or unreadable shards.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class CheckpointFolder:
     problems: tuple[str, ...]
     metadata: dict[str, Any] | None
     conf: str | None
+    lost: frozenset[str] = frozenset()
 
     @property
     def config(self) -> DreamZeroConfig:
@@ -68,13 +70,19 @@ class CheckpointFolder:
             raise ModelConfigError(f"{self.path / 'config.json'}: a value has the wrong type: {error}") from error
 
     @property
-    def lora_only(self) -> bool:
-        return any(is_lora(entry.name) for entry in self.tensors.values())
+    def lora(self) -> int:
+        """How many tensors are LoRA adapters. With any, the folder is not a plain network."""
+        return sum(is_lora(entry.name) for entry in self.tensors.values())
 
     def compare(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
-        """Every difference between the files and a network with these names and shapes, one line each."""
+        """Every difference between the files and a network with these names and shapes, one line each.
+
+        A missing or unreadable shard is one line, not one more for each of its tensors.
+        """
         lines = list(self.problems)
-        missing = {name: shape for name, shape in expected.items() if name not in self.tensors}
+        if lines and not self.tensors:
+            return lines
+        missing = {n: shape for n, shape in expected.items() if n not in self.tensors and n not in self.lost}
         lines += [f"missing tensor: {checkpoint_name(n)} {list(s)}" for n, s in missing.items()]
         for name, entry in self.tensors.items():
             if name not in expected:
@@ -99,7 +107,7 @@ def read_folder(path: str | Path) -> CheckpointFolder:
     config = _read_json(folder / "config.json")
     if config is None:
         raise CheckpointFileError(f"no config.json in {folder}", remedy="give the folder of the published checkpoint")
-    tensors, skipped, problems = _read_headers(folder)
+    tensors, skipped, problems, lost = _read_headers(folder)
     metadata = _read_json(folder / "experiment_cfg" / "metadata.json")
     if metadata is None:
         metadata = _read_json(folder / "metadata.json")
@@ -112,6 +120,7 @@ def read_folder(path: str | Path) -> CheckpointFolder:
         problems=tuple(problems),
         metadata=metadata,
         conf=conf.read_text(encoding="utf-8") if conf.is_file() else None,
+        lost=lost,
     )
 
 
@@ -153,10 +162,11 @@ def check_weights(folder: CheckpointFolder) -> list[str]:
     Raises:
         ModelConfigError: ``config.json`` does not describe a supported network.
     """
-    if folder.lora_only:
+    if folder.lora:
         return [
-            "the folder holds LoRA adapters only (save_lora_only), not a complete network: merge them into the base "
-            "they were trained on and give the merged folder"
+            f"{folder.lora} tensors are LoRA adapters (save_lora_only), which are not a network, and are not merged "
+            "here: merge them into the base they were trained on and give the merged folder",
+            *folder.problems,
         ]
     expected = {name: tuple(p.shape) for name, p in DreamZero.on_meta(folder.config).state_dict().items()}
     return folder.compare(expected)
@@ -199,30 +209,38 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _read_headers(folder: Path) -> tuple[dict[str, TensorEntry], list[str], list[str]]:
+def _read_headers(folder: Path) -> tuple[dict[str, TensorEntry], list[str], list[str], frozenset[str]]:
+    """Tensors by module name, skipped names, problems, and module names in shards that cannot be read."""
     index = _read_json(folder / INDEX)
     problems: list[str] = []
     if index is not None:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointFileError(f"{folder / INDEX} has no weight_map", remedy="download the file again")
+        # A shard lies beside its index; anything else could read files that nobody meant.
+        odd = sorted({repr(s) for s in weight_map.values() if not isinstance(s, str) or Path(s).name != s})
+        if odd:
+            raise CheckpointFileError(f"{folder / INDEX} names shards that are not plain file names", odd)
         shards = sorted(set(weight_map.values()))
     elif (folder / SINGLE).is_file():
         weight_map, shards = None, [SINGLE]
     else:
-        return {}, [], [f"no weights: neither {INDEX} nor {SINGLE} is there"]
+        return {}, [], [f"no weights: neither {INDEX} nor {SINGLE} is there"], frozenset()
 
     tensors: dict[str, TensorEntry] = {}
     skipped: list[str] = []
+    lost: set[str] = set()
     for shard in shards:
         listed = [n for n, s in weight_map.items() if s == shard] if weight_map else None
         try:
             header = dict(_shard_header(folder / shard))
-        except FileNotFoundError:
-            problems.append(f"missing shard: {shard} ({len(listed or [])} tensors, first {min(listed or ['?'])})")
-            continue
         except (SafetensorError, OSError) as error:
-            problems.append(f"unreadable shard: {shard}: {error}")
+            count = f" ({len(listed)} tensors, first {min(listed)})" if listed else ""
+            absent = isinstance(error, FileNotFoundError)
+            problems.append(
+                f"missing shard: {shard}{count}" if absent else f"unreadable shard: {shard}{count}: {error}"
+            )
+            lost.update(m for n in listed or [] if (m := module_name(n)) is not None)
             continue
         if listed is not None:
             problems += [f"shard {shard} lacks {n}, which the index places there" for n in listed if n not in header]
@@ -236,7 +254,7 @@ def _read_headers(folder: Path) -> tuple[dict[str, TensorEntry], list[str], list
                 problems.append(f"tensor {name} occurs twice: in {tensors[module].shard.name} and {shard}")
             else:
                 tensors[module] = TensorEntry(folder / shard, name, shape, dtype)
-    return tensors, skipped, problems
+    return tensors, skipped, problems, frozenset(lost)
 
 
 def _shard_header(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config_encoders import ImageEncoderConfig, TextEncoderConfig, VAEConfig
+from .config_encoders import ImageEncoderConfig, TextEncoderConfig, VAEConfig, check_values
 from .errors import ModelConfigError
 
 # Present in published configurations and irrelevant to inference (training, paths, dead switches: DreamZero spec 6.3).
@@ -51,6 +51,7 @@ class DiTConfig:
     concat_first_frame_latent: bool = True
 
     def __post_init__(self) -> None:
+        check_values(self)
         if self.model_type != "i2v" or not self.concat_first_frame_latent:
             raise ModelConfigError(
                 f"diffusion model type {self.model_type!r} (concat_first_frame_latent="
@@ -63,9 +64,6 @@ class DiTConfig:
             raise ModelConfigError(f"freq_dim must be even, got {self.freq_dim}")
         if self.num_action_per_block % self.num_state_per_block:
             raise ModelConfigError("num_action_per_block must be a multiple of num_state_per_block")
-        for name in ("num_layers", "frame_seqlen", "num_frame_per_block", "max_chunk_size", "action_dim"):
-            if getattr(self, name) < 1:
-                raise ModelConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     @property
     def head_dim(self) -> int:
@@ -130,6 +128,13 @@ class DreamZeroConfig:
     ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("num_frames", "action_horizon"):
+            if type(getattr(self, name)) is not int:
+                raise ModelConfigError(f"{name} must be an integer, got {getattr(self, name)!r}")
+        if type(self.decouple_inference_noise) is not bool:
+            raise ModelConfigError(f"decouple_inference_noise must be a bool, got {self.decouple_inference_noise!r}")
+        if not 0 <= (final := self.video_inference_final_noise) < 1:
+            raise ModelConfigError(f"video_inference_final_noise must be in [0, 1), got {final}")
         if self.num_frames < 1 or (self.num_frames - 1) % 4:
             raise ModelConfigError(f"num_frames must be 1 + 4 k, got {self.num_frames}")
         if self.dit.in_dim != 4 + 2 * self.vae.z_dim or self.dit.out_dim != self.vae.z_dim:
@@ -207,7 +212,11 @@ class DreamZeroConfig:
             if key in raw:
                 vae_raw.setdefault(key, raw[key])
         vae = VAEConfig.from_dict(vae_raw)
-        merged = {k: raw[k] for k in ("action_dim", "max_state_dim", "num_frame_per_block") if k in raw} | dict(dit_raw)
+        shared = {k: raw[k] for k in ("action_dim", "max_state_dim", "num_frame_per_block") if k in raw}
+        for key in shared.keys() & dit_raw.keys():
+            if shared[key] != dit_raw[key]:
+                raise ModelConfigError(f"{key} is {shared[key]} in the head and {dit_raw[key]} in diffusion_model_cfg")
+        merged = shared | dict(dit_raw)
         dit = DiTConfig.from_dict({"text_dim": text.dim, "text_len": text.text_len} | merged, clip_dim=image.vision_dim)
         used = {"num_frames", "action_horizon", "decouple_inference_noise", "video_inference_final_noise"}
         used |= {"train_architecture", "lora_rank", "lora_alpha"}

@@ -42,7 +42,7 @@ class TextEncoderConfig:
     text_len: int = 512
 
     def __post_init__(self) -> None:
-        _check_values(self)
+        check_values(self)
         _require_divides(self, "num_heads", "dim_attn")
         if self.num_buckets % 4:
             raise ModelConfigError(f"{_name(self)}: num_buckets is {self.num_buckets}, expected a multiple of 4")
@@ -66,7 +66,7 @@ class ImageEncoderConfig:
     vision_mlp_ratio: int = 4
 
     def __post_init__(self) -> None:
-        _check_values(self)
+        check_values(self)
         _require_divides(self, "vision_heads", "vision_dim")
         _require_divides(self, "patch_size", "image_size")
 
@@ -99,7 +99,7 @@ class VAEConfig:
     tile_stride_width: int = 16
 
     def __post_init__(self) -> None:
-        _check_values(self)
+        check_values(self)
         if len(self.temporal_downsample) != len(self.dim_mult) - 1:
             raise ModelConfigError(
                 f"{_name(self)}: temporal_downsample has {len(self.temporal_downsample)} entries, expected one fewer "
@@ -166,7 +166,7 @@ def _name(config: object) -> str:
     return type(config).__name__
 
 
-def _check_values(config: Any) -> None:
+def check_values(config: Any) -> None:
     """Every field (and every item of a tuple) has the type of its default; integers are at least 1."""
     for f in dataclasses.fields(config):
         value, default = getattr(config, f.name), f.default
