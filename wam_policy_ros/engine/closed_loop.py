@@ -101,7 +101,8 @@ def closed_loop_step(
     video = to_model_video(inputs.images.to(network.device), network.dtype, cfg.target_video_hw)
     guided = config.guidance_scale != 1.0
     if reason is None and (state.uncond is not None) == guided:
-        draft = replace(state.forked(), negative=negative if guided else None)
+        # The ids are those of the last call; the mask need not be.
+        draft = replace(state.forked(), prompt=prompt, negative=negative if guided else None)
         with timer.stage("vae_encode"):
             clip = expand_observation(video, block)
             encoded = network.vae.encode(clip)

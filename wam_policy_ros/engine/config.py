@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,8 +47,14 @@ class EngineConfig:
                 got=self.evaluations,
                 expected=f"one of {[*STATIC_MASKS, NUM_STEPS]}",
             )
+        for name in ("guidance_scale", "sigma_shift"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"{name} must be a finite number", got=repr(value))
         if not self.sigma_shift > 0:
             raise ConfigError("sigma_shift must be positive", got=self.sigma_shift)
+        if type(self.seed) is not int:
+            raise ConfigError("seed must be an integer", got=repr(self.seed))
 
     @classmethod
     def reference(cls) -> EngineConfig:

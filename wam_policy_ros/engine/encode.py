@@ -84,17 +84,23 @@ def encode_first_frame(network: DreamZero, frame: Tensor) -> FirstFrame:
 def expand_observation(video: Tensor, block: int) -> Tensor:
     """Frames of a later call to the clip the VAE encodes (DreamZero spec 3.3 d).
 
-    ``[B, 3, T, H, W]`` with T = 4 becomes f0 f0 f0 f1 f1 f2 f2 f3 f3 for ``block`` = 2; T = 9 stays as it is.
+    ``[B, 3, T, H, W]`` with T = 4 becomes f0 f0 f0 f1 f1 f2 f2 f3 f3 for ``block`` = 2, T = 8 gets its first frame
+    once more in front, T = 9 to 12 stays as it is (the VAE drops what fills no latent).
 
     Raises:
-        ValueError: T gives no whole number of repetitions.
+        ValueError: T gives no whole number of repetitions. Upstream divides by zero at 2 and 3 frames and loses the
+            newest ones at 5 to 7 (DreamZero spec 10, item 41).
     """
     frames = video.shape[2]
     if (frames - 1) // 4 == block:
         return video
-    groups = frames // 4
-    if groups == 0 or groups > block:
-        raise ValueError(f"an observation of {frames} frames cannot be encoded; expected 1, 4, {4 * block} or more")
+    groups, rest = divmod(frames, 4)
+    if rest or groups == 0 or groups > block or block % groups:
+        defined = [4 * g for g in range(1, block + 1) if block % g == 0]
+        raise ValueError(
+            f"an observation of {frames} frames cannot be encoded; expected {defined} frames, or "
+            f"{4 * block + 1} to {4 * block + 4}"
+        )
     if groups != block:
         video = video.repeat_interleave(block // groups, dim=2)
     return torch.cat([video[:, :, :1], video], dim=2)

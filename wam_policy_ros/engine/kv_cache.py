@@ -14,7 +14,8 @@ class KVWindow:
     """K/V of the observed frames, per layer, in preallocated buffers ``[B, capacity, heads, head_dim]``.
 
     Only :meth:`append` writes, and only behind ``length``. A :meth:`fork` shares the buffers but has its own length, so
-    a step can work on a fork and be abandoned without a trace.
+    a step can work on a fork and be abandoned without a trace. Of several forks of one window only one may live on:
+    all of them write behind the same ``length``.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,11 +29,12 @@ class KVWindow:
         if not self._k:
             self._k = [self._empty(layer.k) for layer in kv]
             self._v = [self._empty(layer.v) for layer in kv]
+        kv = [KV(layer.k[:, -self.capacity :], layer.v[:, -self.capacity :]) for layer in kv]
         count = kv[0].k.shape[1]
         overflow = self.length + count - self.capacity
         if overflow > 0:
             # New buffers rather than a shift in place: a fork may still read the old ones.
-            keep = self.length - max(overflow, 0)
+            keep = self.length - overflow
             for buffers in (self._k, self._v):
                 for i, old in enumerate(buffers):
                     fresh = torch.empty_like(old)
