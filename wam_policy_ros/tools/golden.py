@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import traceback
@@ -40,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     rows = compare_folder(args.folder, progress=lambda text: print(text, file=sys.stderr, flush=True))
     print(table(rows))
     if args.json:
-        args.json.write_text(json.dumps([asdict(r) | {"ok": r.ok} for r in rows], indent=1), encoding="utf-8")
+        # JSON knows no infinity: "worst" is null where something could not be compared at all.
+        records = [asdict(r) | {"ok": r.ok, "worst": r.worst if math.isfinite(r.worst) else None} for r in rows]
+        args.json.write_text(json.dumps(records, indent=1, allow_nan=False), encoding="utf-8")
     if not rows:
         print("nothing was compared: no file in this folder is known", file=sys.stderr)
         return 1

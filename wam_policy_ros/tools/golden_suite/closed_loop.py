@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wam_policy_ros.engine.closed_loop import StepInputs, closed_loop_step
-from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.config import NUM_STEPS, EngineConfig
 from wam_policy_ros.engine.encode import PromptEncoder
 from wam_policy_ros.engine.sampler import Noise
 from wam_policy_ros.engine.session import WindowState
@@ -49,7 +49,7 @@ def engine_config(name: str, recording: Recording) -> EngineConfig:
     if "dynamic" in variant:
         return EngineConfig(schedule="dynamic")
     match = re.search(r"(?:mask|full)(\d+)", variant)
-    count = int(match[1]) if match else 8
+    count = int(match[1]) if match else (NUM_STEPS if "full" in variant else 8)
     return EngineConfig(evaluations=count) if count in (5, 6, 7, 8) else EngineConfig(schedule="full")
 
 

@@ -55,12 +55,10 @@ def _schedule_like(recorded: Tensor) -> Tensor:
     final = float(recorded[-1])
     first = recorded[0].double()
     base = recorded.double() if final == 0 else (recorded.double() - final) * first / (first - final)
-    if steps == 1:
-        shift = 5.0
-    else:
-        linear = SIGMA_MAX * (1 - 1 / steps)
-        shift = float(base[1] * (1 - linear) / (linear * (1 - base[1])))
-        shift = round(shift, 3)
+    # The first value is so close to one that float32 keeps few digits of the shift; later ones keep more.
+    index, digits = (1, 3) if steps > 1 else (0, 2)
+    linear = SIGMA_MAX * (1 - index / steps)
+    shift = round(float(base[index] * (1 - linear) / (linear * (1 - base[index]))), digits)
     sigmas = flow_sigmas(steps, shift)
     return sigmas if final == 0 else decouple(sigmas, round(final, 6))
 
