@@ -27,6 +27,8 @@ else
 	-u ROS_DOMAIN_ID -u _ROS_WHEELS_BOOTSTRAP_COMPLETE
 endif
 
+PIP := $(RUN) $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
 .PHONY: help venv demo test lint bench clean
 
 help:
@@ -35,16 +37,17 @@ help:
 venv: $(VENV)/.ready
 
 $(VENV)/.ready: setup.py constraints.txt
-	@echo "[1/3] virtual environment in $(VENV)"
+	@echo "[1/4] virtual environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else \
 	  f"Python 3.11, 3.12 or 3.13 is needed, this is {v[0]}.{v[1]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { rm -rf $(VENV); \
 	  echo "python3 -m venv failed; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
-	@echo "[2/3] packages (torch is the large one)"
-	@$(RUN) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip setuptools wheel
-	@$(RUN) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
-	  -e '.[$(EXTRAS)]'
-	@echo "[3/3] ready"
+	@$(PIP) pip setuptools wheel
+	@echo "[2/4] torch (large: a few minutes on a slow line)"
+	@$(PIP) torch
+	@echo "[3/4] the package, its tools$(if $(ROS), and ROS 2 from wheels ($(ROS)))"
+	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
+	@echo "[4/4] ready"
 	@touch $@
 
 demo: venv

@@ -46,7 +46,6 @@ setup(
         "test": TEST,
         "dev": TEST + ENGINE + SERVE + REPORT + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
     },
-    tests_require=["pytest"],
     zip_safe=False,
     data_files=[
         ("share/ament_index/resource_index/packages", [f"resource/{NAME}"]),

@@ -170,7 +170,7 @@ class DreamZeroConfig:
     def tiny(cls) -> DreamZeroConfig:
         """The same architecture at small widths: a step takes a fraction of a second on two CPU cores.
 
-        The mosaic is shrunk to 96x160 (latent 12x20, 60 tokens per frame). The text is longer than the published 512
+        The mosaic is shrunk to 64x112 (latent 8x14, 28 tokens per frame). The text is longer than the published 512
         because the stand-in tokenizer of this network spends one token per byte.
         """
         dit = DiTConfig(
@@ -183,7 +183,7 @@ class DreamZeroConfig:
             text_len=1024,
             clip_dim=40,
             hidden_size=32,
-            frame_seqlen=60,
+            frame_seqlen=28,
         )
         text = TextEncoderConfig(
             vocab=512, dim=48, dim_attn=48, dim_ffn=96, num_heads=4, num_layers=2, text_len=dit.text_len
@@ -193,7 +193,7 @@ class DreamZeroConfig:
             text=text,
             image=ImageEncoderConfig(vision_dim=40, vision_heads=4, vision_layers=3, embed_dim=32),
             vae=VAEConfig(dim=4),
-            target_video_hw=(96, 160),
+            target_video_hw=(64, 112),
         )
 
     @classmethod

@@ -29,9 +29,14 @@ _THUMB = (160, 90)  # width, height of recorded camera frames
 
 
 class Recorder:
-    """Collects what went over the wire; times are seconds since the start on the steady clock."""
+    """Collects what went over the wire; times are seconds since the start on the steady clock.
 
-    def __init__(self, names: Sequence[str], cameras: Sequence[CameraSpec]) -> None:
+    Args:
+        start_stamp_ns: the node clock's time at the start, so that message stamps can be placed on the same axis.
+    """
+
+    def __init__(self, names: Sequence[str], cameras: Sequence[CameraSpec], start_stamp_ns: int) -> None:
+        self.start_stamp_ns = start_stamp_ns
         self._names, self._cameras = list(names), [c.name for c in cameras]
         self.trajectories: list[tuple[float, np.ndarray, np.ndarray, np.ndarray]] = []
         self.joints: list[tuple[float, np.ndarray]] = []
@@ -42,6 +47,7 @@ class Recorder:
         """``<folder>/clip_robot.npz``, without pickles. Ragged lists are stored one array per entry."""
         folder.mkdir(parents=True, exist_ok=True)
         out: dict[str, Any] = {"joint_names": np.array(self._names), "camera_names": np.array(self._cameras)}
+        out["start_stamp_ns"] = np.array(self.start_stamp_ns, dtype=np.int64)
         out["trajectory_arrival_s"] = np.array([t[0] for t in self.trajectories])
         for i, (_, times_s, positions, velocities) in enumerate(self.trajectories):
             out[f"trajectory_{i:04d}_time_from_start_s"] = times_s
@@ -80,7 +86,9 @@ class ClipRobot(Node):
     ) -> None:
         super().__init__("wam_clip_robot", namespace=options.namespace or None)
         self.received = 0
-        self.recorder = Recorder(options.joint_names, cameras)
+        self._options, self._specs = options, tuple(cameras)
+        self.node_active, self.node_failed = False, ""
+        self.recorder = self._new_recorder()
         self._say, self._pictures, self._record = say, pictures, options.record is not None
         self._follower = Follower(options.joint_names, options.home)
         self._start_s = time.monotonic()
@@ -106,6 +114,16 @@ class ClipRobot(Node):
             self._prompt.publish(String(data=options.prompt))
         self.create_timer(1 / CAMERA_HZ, self._send_pictures, clock=steady_clock())
         self.create_timer(1 / JOINT_HZ, self._send_joints, clock=steady_clock())
+
+    def begin(self) -> None:
+        """Start counting now: what was recorded while waiting for the node is dropped."""
+        self._follower.rebase(self._now_s())
+        self._start_s = time.monotonic()
+        self.recorder = self._new_recorder()
+        self.received, self._last_s = 0, None
+
+    def _new_recorder(self) -> Recorder:
+        return Recorder(self._options.joint_names, self._specs, self.get_clock().now().nanoseconds)
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s
@@ -147,8 +165,18 @@ class ClipRobot(Node):
     def _on_state(self, msg: String) -> None:
         state = json.loads(msg.data)
         old, self._state = self._state, state
-        shown = ("lifecycle", "substate", "fault")
-        if [old.get(k) for k in shown] != [state.get(k) for k in shown]:
+        loading = state.get("loading") or {}
+        self.node_active = state.get("lifecycle") == "active"
+        self.node_failed = str(state.get("refused") or (loading.get("phase") == "failed" and loading["message"]) or "")
+        shown = [state.get(k) for k in ("lifecycle", "substate", "fault")]
+        before = [old.get(k) for k in ("lifecycle", "substate", "fault")]
+        # Progress in tenths: a checkpoint loads tensor by tensor.
+        progress = (loading.get("phase"), loading.get("message"), int(10 * loading.get("fraction", 0)))
+        was = old.get("loading") or {}
+        if not self.node_active and progress[0] in ("loading", "warming up"):
+            if progress != (was.get("phase"), was.get("message"), int(10 * was.get("fraction", 0))):
+                self._say(f"{self._now_s():8.3f}s  node {loading['message']} {loading['fraction']:.0%}")
+        elif shown != before:
             line = f"{self._now_s():8.3f}s  node {state.get('lifecycle')}, {state.get('substate')}: "
             self._say(line + str(state.get("fault") or state.get("reason") or ""))
 

@@ -94,6 +94,12 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--home", nargs="+", type=float, metavar="POSITION", help="start of the joints [rad]")
     parser.add_argument("--prompt", help="publish this instruction on the node's ~/prompt")
     parser.add_argument("--seconds", type=float, default=20.0, help="end by itself after this time [s]")
+    parser.add_argument(
+        "--wait-for-node",
+        type=float,
+        metavar="S",
+        help="count --seconds from when the node is active; wait S at most",
+    )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write clip_robot.npz at the end")
     options = parser.parse_args(args)
     if options.joint_names is None:
@@ -128,8 +134,11 @@ def play(options: argparse.Namespace, say: Callable[[str], None] = print) -> int
     robot = ClipRobot(options, cameras, pictures, say)
     executor = SingleThreadedExecutor()
     executor.add_node(robot)
-    end = time.monotonic() + options.seconds
     try:
+        if options.wait_for_node is not None:
+            _wait(robot, executor, options.wait_for_node)
+        robot.begin()
+        end = time.monotonic() + options.seconds
         while rclpy.ok() and time.monotonic() < end:
             executor.spin_once(timeout_sec=0.1)
     except (KeyboardInterrupt, ExternalShutdownException):
@@ -140,6 +149,23 @@ def play(options: argparse.Namespace, say: Callable[[str], None] = print) -> int
         executor.shutdown(1.0)
         robot.destroy_node()
     return robot.received
+
+
+def _wait(robot: Any, executor: Any, timeout_s: float) -> None:
+    """Play until the policy node is active.
+
+    Raises:
+        ConfigError: it refused, failed, or took longer than ``timeout_s``.
+    """
+    import rclpy
+
+    end = time.monotonic() + timeout_s
+    while rclpy.ok() and not robot.node_active:
+        executor.spin_once(timeout_sec=0.1)
+        if robot.node_failed:
+            raise ConfigError("the policy node cannot start", got=robot.node_failed, remedy="see its log")
+        if time.monotonic() > end:
+            raise ConfigError("the policy node did not become active", got=f"waited {timeout_s:.0f} s")
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -46,6 +46,10 @@ class Follower:
             raise ValueError("points are not finite, or times do not increase strictly from zero")
         self._times_s, self._points = times_s, points
 
+    def rebase(self, now_s: float) -> None:
+        """Make ``now_s`` the new zero of time."""
+        self._times_s = self._times_s - now_s
+
     def at(self, now_s: float) -> npt.NDArray[np.float64]:
         """``[len(names)]`` position at a time."""
         return np.array([np.interp(now_s, self._times_s, column) for column in self._points.T])

@@ -1,0 +1,163 @@
+"""``wam demo``: the node and a robot to talk to, two processes over real DDS, and a report with pictures.
+
+The robot's cameras play clips (or a scene the package draws); its joints are a simulated follower of what the node
+publishes. Without a checkpoint the network is tiny and untrained, which is said wherever it is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from wam_policy_ros.contract.errors import ConfigError
+
+from .report import Recording, write_plot, write_video
+from .up import config_file
+
+HONEST = (
+    "No checkpoint given: the network is TINY and has RANDOM WEIGHTS. It was never trained.\n"
+    "This shows that the machinery runs: topics, timing, trajectories, pictures. It is NOT a policy: the motion is\n"
+    "noise around the present pose, and the predicted video is noise."
+)
+INSTRUCTION = "move the pan forward and use the brush in the middle of the plates to brush the inside of the pan"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--clips", type=Path, metavar="FOLDER", help="mp4 clips named after the cameras; default: scene"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder; default: tiny network, random weights")
+    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json of umt5-xxl")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--instruction", default=INSTRUCTION)
+    parser.add_argument("--seconds", type=float, default=30.0, help="play time once the node is active")
+    parser.add_argument("--start-timeout", type=float, default=900.0, help="longest wait for the weights [s]")
+    parser.add_argument("--report", type=Path, default=Path("demo_report"), help="folder for the report")
+
+
+def run(args: argparse.Namespace) -> int:
+    random_weights = args.checkpoint is None
+    source = f"clips in {args.clips}" if args.clips else "a scene drawn by the package (no clips given)"
+    print(f"cameras: {source}\njoints: a simulated follower of the published trajectories\n")
+    if random_weights:
+        print(HONEST + "\n")
+    args.report.mkdir(parents=True, exist_ok=True)
+    environment = _environment()
+    log = args.report / "node.log"
+    with open(log, "w", encoding="utf-8") as sink, _process(_node_command(args), environment, sink) as node:
+        robot_command = _robot_command(args)
+        with _process(robot_command, environment, subprocess.PIPE) as robot:
+            watcher = threading.Thread(target=_end_robot_if_node_dies, args=(node, robot), daemon=True)
+            watcher.start()
+            assert robot.stdout is not None
+            for line in robot.stdout:
+                print("  " + line.rstrip(), flush=True)
+            robot_status = robot.wait()
+        node_status = _stop(node)
+    if robot_status != 0 or node_status != 0:
+        print(f"\nthe robot ended with status {robot_status}, the node with {node_status}; the node's log:")
+        print("\n".join(log.read_text(encoding="utf-8").splitlines()[-25:]))
+        return 1
+    return _report(args, random_weights)
+
+
+def _node_command(args: argparse.Namespace) -> list[str]:
+    given = {"instruction": args.instruction, "device": args.device}
+    given |= {"random_weights": "tiny"} if args.checkpoint is None else {"checkpoint": str(args.checkpoint)}
+    if args.tokenizer is not None:
+        given["tokenizer"] = str(args.tokenizer)
+    command = [sys.executable, "-m", "wam_policy_ros.ros.main", "--ros-args"]
+    for name in ("dreamzero", "droid"):
+        command += ["--params-file", str(config_file(name))]
+    for key, value in given.items():
+        command += ["-p", f"{key}:='{value.replace(chr(39), chr(39) * 2)}'"]
+    return command
+
+
+def _robot_command(args: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "-m", "wam_policy_ros.ros.clip_robot", "--seconds", str(args.seconds)]
+    command += ["--wait-for-node", str(args.start_timeout), "--record", str(args.report)]
+    return command + (["--clips", str(args.clips)] if args.clips else ["--scene"])
+
+
+def _environment() -> dict[str, str]:
+    """An isolated DDS domain, so that a demo never talks to a real robot on the same network."""
+    environment = dict(os.environ)
+    environment["ROS_DOMAIN_ID"] = str(random.SystemRandom().randint(60, 100))
+    environment["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
+
+
+@contextlib.contextmanager
+def _process(command: list[str], environment: dict[str, str], stdout: int | IO[str]) -> Any:
+    process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[str]) -> int:
+    """SIGINT, then patience, then force; the exit status."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return process.wait()
+
+
+def _end_robot_if_node_dies(node: subprocess.Popen[str], robot: subprocess.Popen[str]) -> None:
+    while robot.poll() is None:
+        if node.poll() is not None:
+            _stop(robot)
+            return
+        time.sleep(0.2)
+
+
+def _report(args: argparse.Namespace, random_weights: bool) -> int:
+    recording = Recording.load(args.report / "clip_robot.npz")
+    chunks = [t for t in recording.trajectories if len(t.positions) > 1]
+    if not chunks:
+        raise ConfigError(
+            "the node published no trajectory", got=f"log in {args.report / 'node.log'}", expected="at least one chunk"
+        )
+    weights = "RANDOM WEIGHTS, not a policy" if random_weights else f"checkpoint {args.checkpoint.name}"
+    print("\ndrawing the report ...", flush=True)
+    frames = write_video(recording, args.report / "demo.mp4", f"{weights} | {args.instruction[:90]}")
+    write_plot(recording, args.report / "trajectory.png", f"published joint trajectories ({weights})")
+    intervals = np.diff([t.arrival_s for t in chunks])
+    spacing = {"p50": float(np.median(intervals)), "max": float(intervals.max())} if len(intervals) else {}
+    summary = {
+        "weights": weights,
+        "random_weights": random_weights,
+        "instruction": args.instruction,
+        "chunks": len(chunks),
+        "chunk_interval_s": spacing,
+        if len(intervals)
+        else {},
+        "camera_frames_sent": frames,
+        "predicted_frames_received": len(recording.predicted),
+    }
+    (args.report / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    print(f"chunks published: {len(chunks)}" + (f", one every {np.median(intervals):.2f} s" if len(intervals) else ""))
+    print(f"camera frames sent: {frames}, predicted frames received: {len(recording.predicted)}")
+    for name in ("demo.mp4", "trajectory.png", "summary.json", "node.log"):
+        print(f"  {args.report / name}")
+    if random_weights:
+        print("Reminder: random weights. Nothing above says anything about how well DreamZero moves a robot.")
+    return 0
