@@ -148,8 +148,6 @@ def _report(args: argparse.Namespace, random_weights: bool) -> int:
         "instruction": args.instruction,
         "chunks": len(chunks),
         "chunk_interval_s": spacing,
-        if len(intervals)
-        else {},
         "camera_frames_sent": frames,
         "predicted_frames_received": len(recording.predicted),
     }
