@@ -31,6 +31,7 @@ SUITES: dict[str, Callable[[GoldenFolder], list[Row]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="folder with *.safetensors, data.json and msgpack/")
+    parser.add_argument("--device", default="cpu", help="cpu (as recorded) or cuda; TF32 is off either way")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
 
 
@@ -38,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.folder.is_dir():
         print(f"wam golden: no such folder: {args.folder}", file=sys.stderr)
         return 2
-    rows = compare_folder(args.folder, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    rows = compare_folder(
+        args.folder, device=args.device, progress=lambda text: print(text, file=sys.stderr, flush=True)
+    )
     print(table(rows))
     if args.json:
         # JSON knows no infinity: "worst" is null where something could not be compared at all.
@@ -52,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
-def compare_folder(path: Path, progress: Callable[[str], None] = lambda text: None) -> list[Row]:
+def compare_folder(
+    path: Path, progress: Callable[[str], None] = lambda text: None, *, device: str = "cpu"
+) -> list[Row]:
     """All rows for a folder. A suite that raises becomes a failed row with the error; unknown files are rows too."""
-    folder = GoldenFolder(path)
+    folder = GoldenFolder(path, device)
     rows: list[Row] = []
     for name, check in SUITES.items():
         start = time.perf_counter()

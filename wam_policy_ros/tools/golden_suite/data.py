@@ -32,10 +32,10 @@ def check(folder: GoldenFolder) -> list[Row]:
     robot = _robot(info)
     rows = [_prompts(info, robot), _frames(info, robot)]
     if folder.has(DATA):
-        data = folder.read(DATA)
+        data = folder.read(DATA, on_cpu=True)
         rows += [_vectors(info, data, robot), _normalisers(info, data, robot)]
     if folder.has(IMAGES):
-        rows.append(_images(folder.read(IMAGES), robot, info))
+        rows.append(_images(folder.read(IMAGES, on_cpu=True), robot, info))
     return rows
 
 

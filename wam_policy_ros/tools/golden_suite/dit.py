@@ -100,7 +100,7 @@ class _Run:
 
     def _prefill(self, name: str, start: int, x: Tensor, y: Tensor, branch: str, window: KVWindow, cross: list[CrossKV], flows: Group, expected: Recording) -> None:  # noqa: E501  # fmt: skip
         batch, _, frames, h, w = x.shape
-        time = self.dit.time_conditioning(torch.zeros(batch, frames, dtype=torch.int64))
+        time = self.dit.time_conditioning(torch.zeros(batch, frames, dtype=torch.int64, device=x.device))
         table = self.dit.rotary_table(start, frames, h, w, registers=False)
         out = self.dit(x, y, time, table, cross, past=window.past())
         window.append(out.kv)

@@ -54,7 +54,7 @@ def _text(data: Recording) -> Row:
         group.exact("rel_pos_bucket", got.tolist(), data["const.rel_pos_bucket"].tolist())
     for key in data:
         if match := re.fullmatch(r"out\.pos_bias_block(\d+)", key):
-            positions = torch.arange(data[key].shape[-1])
+            positions = torch.arange(data[key].shape[-1], device=data[key].device)
             relative = relative_position_bucket(positions[None] - positions[:, None], buckets)
             bias = encoder.blocks[int(match[1])].get_submodule("pos_embedding")(relative)
             group.compare(key, bias, data[key])

@@ -47,20 +47,21 @@ class Row:
 class GoldenFolder:
     """Reads files of a folder laid out like the recordings."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self.path, self.device = path, device
         self.used: set[str] = set()
 
     def has(self, *names: str) -> bool:
         return all((self.path / n).is_file() for n in names)
 
-    def read(self, name: str) -> Recording:
-        """
+    def read(self, name: str, *, on_cpu: bool = False) -> Recording:
+        """Tensors on the folder's device, or on the CPU where the compared code is numpy.
+
         Raises:
             SafetensorError, OSError: unreadable file.
         """
         self.used.add(name)
-        with safe_open(self.path / name, "pt") as f:
+        with safe_open(self.path / name, "pt", device="cpu" if on_cpu else self.device) as f:
             out = Recording({k: f.get_tensor(k) for k in f.keys()})  # noqa: SIM118
             out.metadata = {k: _json(v) for k, v in (f.metadata() or {}).items()}
         for k, v in out.items():
