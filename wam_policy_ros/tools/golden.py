@@ -40,9 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"wam golden: no such folder: {args.folder}", file=sys.stderr)
         return 2
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    rows = compare_folder(
-        args.folder, device=args.device, progress=lambda text: print(text, file=sys.stderr, flush=True)
-    )
+    rows = compare_folder(args.folder, lambda text: print(text, file=sys.stderr, flush=True), device=args.device)
     print(table(rows))
     if args.json:
         # JSON knows no infinity: "worst" is null where something could not be compared at all.

@@ -118,7 +118,7 @@ def _noise(recording: Recording, key: str, dtype: torch.dtype, config: DreamZero
     block = config.dit.num_frame_per_block
     shapes = ((*target.shape[:2], block, *target.shape[3:]), tuple(recording[key + "action_pred"].shape))
     draws = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(1140), dtype=torch.bfloat16).to(dtype)
+        torch.randn(shape, generator=torch.Generator().manual_seed(1140), dtype=torch.bfloat16).to(target.device, dtype)
         for shape in shapes
     ]
     return Noise(*draws)

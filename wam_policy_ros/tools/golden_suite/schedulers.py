@@ -44,7 +44,7 @@ def check(folder: GoldenFolder) -> list[Row]:
     rows = [tables.row(), wide.row()]
     if narrow.count:
         rows.append(narrow.row())
-    matching = _flow_matching(data)
+    matching = _flow_matching(folder.read(FILE, on_cpu=True))
     return [*rows, matching.row()] if matching.count else rows
 
 
