@@ -112,7 +112,7 @@ def next_request_due(
 
     Args:
         origin_ns: the time that makes row k of the running chunk due at ``origin + (k + 1) * dt``.
-        execute_steps: rows to execute before the next chunk takes over.
+        execute_steps: steps from the observation until the next chunk takes over; the rows up to that one are used.
         dt_s: seconds per row.
         latency_s: expected duration of the request, None when nothing has been measured.
         plan_end_ns: time of the last published row.

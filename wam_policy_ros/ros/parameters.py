@@ -82,7 +82,12 @@ class NodeParameters:
         0.0, "control.rate_hz", "0: the policy's; any other value must equal the policy's", unit="Hz", low=0.0, high=1e3
     )
     control_execute_steps: int = _p(
-        8, "control.execute_steps", "rows executed before the next chunk takes over", unit="steps", low=1, high=1000
+        8,
+        "control.execute_steps",
+        "steps from an observation until the chunk of the next one takes over",
+        unit="steps",
+        low=1,
+        high=1000,
     )
     control_min_lead_s: float = _p(
         0.03, "control.min_lead_s", "rows due sooner than this are dropped", unit="s", low=0.0, high=1.0

@@ -75,7 +75,9 @@ class PolicyNode(LifecycleNode):
         self._state_publisher = self.create_publisher(String, "~/state", latched_qos())
         self._prompt_publisher = self.create_publisher(String, "~/active_prompt", latched_qos())
         self._shown_prompt: str | None = None
-        self._guard = self.create_guard_condition(self._on_worker)
+        # EventsExecutor refuses nodes with guard conditions; a task wakes it instead, a little later.
+        events = self.get_parameter("executor").value == "events"
+        self._guard = None if events else self.create_guard_condition(self._on_worker)
         self.create_timer(1.0, self.publish_state, clock=steady_clock())
         self.add_on_set_parameters_callback(self._on_set_parameters)
         self._autostart = None
@@ -169,7 +171,7 @@ class PolicyNode(LifecycleNode):
         video = VideoOutput(self)
         worker = InferenceWorker(
             lambda progress: self._policy_factory(params, progress),
-            notify=self._guard.trigger,
+            notify=self._wake,
             after_step=video.after_step,
         )
         control = ControlLoop(
@@ -222,6 +224,13 @@ class PolicyNode(LifecycleNode):
         if self._parts is None:
             raise NotReady("the node is not configured")
         return self._parts
+
+    def _wake(self) -> None:
+        """Called in the worker thread: run ``_on_worker`` on the executor."""
+        if self._guard is not None:
+            self._guard.trigger()
+        elif self.executor is not None:
+            self.executor.create_task(self._on_worker)
 
     def _on_worker(self) -> None:
         if self._parts is None:

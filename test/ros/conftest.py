@@ -1,0 +1,65 @@
+"""Real rclpy over real DDS, each test run in a domain of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+HAVE_ROS = importlib.util.find_spec("rclpy") is not None
+
+
+class _WithoutRos(pytest.Module):
+    def collect(self) -> NoReturn:
+        pytest.skip("rclpy is not installed: source ROS, or pip install 'wam_policy_ros[ros-kilted]'")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return None if HAVE_ROS else _WithoutRos.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "test/ros/" in str(item.path).replace(os.sep, "/"):
+            item.add_marker(pytest.mark.ros)
+
+
+@pytest.fixture(scope="session")
+def ros_domain() -> Iterator[None]:
+    """A free domain id, for this process and its children; set before rclpy is initialised."""
+    os.environ["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
+    os.environ.pop("RMW_IMPLEMENTATION", None)
+    try:
+        from rmw_test_fixture_implementation import RMWTestIsolator
+    except ImportError:
+        os.environ.setdefault("ROS_DOMAIN_ID", str(1 + os.getpid() % 100))
+        yield
+        return
+    with RMWTestIsolator():
+        yield
+
+
+@pytest.fixture(scope="session")
+def ros(ros_domain: None) -> Iterator[None]:
+    """rclpy, initialised once: each initialisation costs discovery time."""
+    import rclpy
+    from rclpy.signals import SignalHandlerOptions
+
+    rclpy.init(signal_handler_options=SignalHandlerOptions.NO)
+    yield
+    rclpy.try_shutdown()
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "") -> Any:
+    """Poll until the condition gives something true; fails the test with ``what`` after the deadline."""
+    end = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > end:
+            pytest.fail(f"not within {timeout_s} s: {what or condition}")
+        time.sleep(0.005)
+    return value

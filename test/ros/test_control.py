@@ -1,0 +1,272 @@
+"""The control loop by hand: clocks that jump, chunks that come late, one message per chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wam_policy_ros.contract.embodiment import get_embodiment
+from wam_policy_ros.contract.errors import InvalidImage, PromptError
+from wam_policy_ros.contract.fakes import spec_of
+from wam_policy_ros.contract.interface import ActionChunk
+from wam_policy_ros.ros.clock_watch import ClockWatch
+from wam_policy_ros.ros.control import ControlLoop, Substate
+from wam_policy_ros.ros.inputs import Inputs
+from wam_policy_ros.ros.joints import JointMap
+from wam_policy_ros.ros.messages import ns_to_stamp, rgb_to_image
+from wam_policy_ros.ros.outputs import TrajectoryOutput
+from wam_policy_ros.ros.parameters import NodeParameters
+from wam_policy_ros.ros.streams import Now
+from wam_policy_ros.ros.worker import Request, Result, WorkerStatus
+
+from .harness import NAMES
+from .test_inputs import joints
+
+SPEC = spec_of("oxe_droid", weights="none")
+T0 = 1_800_000_000_000_000_000
+DT_NS = round(1e9 / 15)
+
+
+class Worker:
+    """Records requests; the test answers them."""
+
+    superseded = 0
+    status = WorkerStatus()
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.generations: list[int] = []
+        self.result: Result | None = None
+
+    def new_generation(self, generation: int) -> None:
+        self.generations.append(generation)
+
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def take_result(self) -> Result | None:
+        result, self.result = self.result, None
+        return result
+
+
+class Publisher:
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def publish(self, msg: Any) -> None:
+        self.sent.append(msg)
+
+
+class Desk:
+    """A control loop whose time is moved by the test. Ticks are 1/15 s; cameras and joints deliver at every tick."""
+
+    def __init__(self, *, simulated: bool = False, **params: Any) -> None:
+        self.ros_ns, self.steady_ns = T0, 7 * 10**9
+        self.worker, self.publisher, self.log = Worker(), Publisher(), []  # type: ignore[var-annotated]
+        values = {"backend": "hold", "instruction": "go", **params}
+        self.params = NodeParameters.from_values(values)
+        e = get_embodiment("oxe_droid")
+        mapping = JointMap.build(e.state, e.action, names=NAMES, gripper_open=0.0, gripper_closed=1.0)
+        self.inputs = Inputs(self.params, SPEC, mapping, clock=self.now, warn=self.log.append)
+        output = TrajectoryOutput(self.publisher, mapping.command_names, with_velocities=True)
+        self.loop = ControlLoop(
+            self.params,
+            mapping,
+            self.inputs,
+            self.worker,  # type: ignore[arg-type]
+            output,
+            clock=self.now,
+            simulated=simulated,
+            changed=lambda: None,
+            log=lambda level, line: self.log.append(f"{level}: {line}"),
+        )
+        self.loop.activate(SPEC)
+
+    def now(self) -> Now:
+        return Now(self.ros_ns, self.steady_ns)
+
+    def deliver(self) -> None:
+        image = rgb_to_image(np.zeros((18, 32, 3), np.uint8), stamp_ns=self.ros_ns)
+        for camera in self.inputs.cameras.values():
+            camera.on_message(image, self.now())
+        state = joints(0, dict.fromkeys(NAMES, 0.25))
+        state.header.stamp = ns_to_stamp(self.ros_ns)
+        self.inputs.joint_states.on_message(state, self.now())
+
+    def tick(self, count: int = 1, *, deliver: bool = True, jump_s: float = 0.0) -> None:
+        for _ in range(count):
+            self.ros_ns += DT_NS + round(jump_s * 1e9)
+            self.steady_ns += DT_NS
+            jump_s = 0.0
+            if deliver:
+                self.deliver()
+            self.loop.on_tick()
+
+    def answer(self, *, latency_s: float = 0.0, rows: np.ndarray | None = None, error: Any = None) -> None:
+        request = self.worker.requests[-1]
+        self.ros_ns += round(latency_s * 1e9)
+        self.steady_ns += round(latency_s * 1e9)
+        chunk = None
+        if error is None:
+            rows = np.tile(np.arange(24.0)[:, None] * 0.01, (1, 8)) if rows is None else rows
+            chunk = ActionChunk(rows, SPEC.dt_s, request.observation.stamp_ns, request.session_id, 0)
+        self.worker.result = Result(request, chunk, error, latency_s)
+        self.loop.on_worker()
+
+    def run(self) -> None:
+        """To the first published chunk."""
+        self.tick(2)
+        self.answer()
+        assert self.loop.substate is Substate.RUNNING and len(self.publisher.sent) == 1
+
+
+def test_one_message_per_chunk_and_one_request_in_flight() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(6)
+    assert len(desk.publisher.sent) == 1 and len(desk.worker.requests) == 1
+    desk.tick(6)
+    assert len(desk.worker.requests) == 2, "asked once more, and not again before the answer"
+    assert len(desk.publisher.sent) == 1
+
+
+def test_resting_robot_is_asked_about_again_with_identical_observations() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(9)
+    desk.answer()
+    assert len(desk.publisher.sent) == 2
+
+
+def test_the_same_frames_are_not_asked_about_twice() -> None:
+    desk = Desk(**{"control.execute_steps": 1, "sync.max_age_s": 5.0, "sync.joint_max_age_s": 5.0})
+    desk.run()
+    desk.tick()
+    desk.answer()
+    desk.tick(5, deliver=False)
+    assert len(desk.worker.requests) == 2
+    desk.tick()
+    assert len(desk.worker.requests) == 3
+
+
+@pytest.mark.parametrize("jump_s", [-60.0, -0.6, 1.2, 3600.0])
+def test_a_jump_of_the_clock_holds_drops_buffers_and_starts_a_new_session(jump_s: float) -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(3)
+    session, generation = desk.loop.session_id, desk.worker.generations[-1]
+    desk.tick(1, jump_s=jump_s, deliver=False)
+    assert desk.loop.session_id != session and desk.worker.generations[-1] > generation
+    assert len(desk.publisher.sent) == 2
+    (hold,) = desk.publisher.sent[1].points
+    assert hold.positions[0] == pytest.approx(0.03, abs=0.011), "where the plan was on the clock it was made on"
+    before = len(desk.worker.requests)
+    desk.tick(6)
+    assert len(desk.worker.requests) == before + 1, "resumes within six ticks"
+    assert desk.worker.requests[-1].observation.session_start_ns > T0 + round(jump_s * 1e9)
+
+
+@pytest.mark.parametrize("jump_s", [-0.4, 0.9])
+def test_smaller_steps_of_the_clock_are_no_jump(jump_s: float) -> None:
+    desk = Desk(**{"sync.max_age_s": 5.0, "sync.joint_max_age_s": 5.0, "sync.future_tolerance_s": 5.0})
+    desk.run()
+    session = desk.loop.session_id
+    desk.tick(1, jump_s=jump_s)
+    assert desk.loop.session_id == session
+
+
+def test_simulated_time_may_pause_and_run_at_another_speed() -> None:
+    watch = ClockWatch(simulated=True)
+    second = 10**9
+    assert watch.update(Now(0, 0)) is None
+    assert watch.update(Now(0, 60 * second)) is None, "paused for a minute"
+    assert watch.update(Now(second, 61 * second)) is None
+    assert watch.update(Now(second // 10, 62 * second)) == pytest.approx(-0.9), "a bag that starts over"
+    assert watch.update(Now(20 * second, 63 * second)) == pytest.approx(18.9)
+
+
+def test_the_system_clock_set_back_is_seen_even_by_half_a_second() -> None:
+    watch = ClockWatch(simulated=False)
+    watch.update(Now(T0, 0))
+    assert watch.update(Now(T0 - 433_333_333, 66_666_667)) == pytest.approx(-0.5)
+
+
+def test_simulated_time_without_a_clock_says_so() -> None:
+    desk = Desk(simulated=True)
+    desk.ros_ns = -DT_NS
+    desk.tick(deliver=False)
+    assert "/clock" in desk.loop.reason and desk.loop.substate is Substate.WAITING
+
+
+def test_chunks_that_come_too_late_are_counted_and_the_third_in_a_row_is_a_fault() -> None:
+    desk = Desk(**{"safety.deadline_s": 60.0})
+    desk.run()
+    for n in range(1, 4):
+        # The robot is kept moving by a chunk of normal speed, so that the late one finds it in motion.
+        desk.loop._mean_latency_s = 0.0
+        desk.loop._due_ns = 0
+        desk.tick()
+        desk.loop._output.publish(np.zeros((24, 8)), np.arange(1, 25) / 15, desk.ros_ns)
+        desk.answer(latency_s=1.5)
+        desk.deliver()
+        assert desk.loop.counters["late"] == n
+    assert "3 chunks in a row" in desk.loop.fault and desk.loop.substate is Substate.HOLDING
+
+
+def test_a_result_of_an_older_session_is_discarded() -> None:
+    desk = Desk()
+    desk.tick(2)
+    old = desk.worker.requests[-1]
+    desk.loop.reset()
+    desk.worker.result = Result(
+        old, ActionChunk(np.zeros((24, 8)), SPEC.dt_s, old.observation.stamp_ns, old.session_id, 0), None, 0.1
+    )
+    desk.loop.on_worker()
+    assert not desk.publisher.sent and desk.loop.counters["discarded"] == 1
+
+
+def test_after_a_hold_nothing_seen_while_braking_is_used() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(3)
+    desk.loop.reset()
+    braked_ns = desk.ros_ns + 200_000_000
+    desk.tick(8)
+    assert len(desk.worker.requests) == 2
+    assert desk.worker.requests[-1].observation.stamp_ns >= braked_ns
+
+
+def test_a_refused_instruction_is_not_asked_again_until_it_changes() -> None:
+    desk = Desk()
+    desk.tick(2)
+    desk.answer(error=PromptError("the instruction is too long", field="prompt"))
+    desk.tick(10)
+    assert len(desk.worker.requests) == 1 and "too long" in desk.loop.reason
+    assert desk.loop.substate is Substate.HOLDING and not desk.loop.fault
+    desk.loop.set_prompt("short")
+    desk.tick(2)
+    assert len(desk.worker.requests) == 2
+
+
+def test_an_image_that_cannot_be_decoded_holds_and_is_tried_again() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(9)
+    desk.answer(error=InvalidImage("broken jpeg or png", field="camera_wrist"))
+    assert desk.loop.substate is Substate.HOLDING and "broken" in desk.loop.reason and not desk.loop.fault
+    assert len(desk.publisher.sent) == 2
+    desk.tick(8)
+    assert len(desk.worker.requests) == 3
+
+
+def test_the_deadline_is_on_the_steady_clock() -> None:
+    desk = Desk(simulated=True, **{"safety.deadline_s": 2.0, "sync.max_age_s": 60.0, "sync.joint_max_age_s": 60.0})
+    desk.run()
+    desk.tick(9)
+    assert len(desk.worker.requests) == 2
+    for _ in range(32):  # /clock stands still
+        desk.steady_ns += DT_NS
+        desk.loop.on_tick()
+    assert "deadline" in desk.loop.fault

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import array
+
+import cv2
+import numpy as np
+import pytest
+from sensor_msgs.msg import CompressedImage, Image
+
+from wam_policy_ros.contract.errors import InvalidImage
+from wam_policy_ros.ros.messages import (
+    CHANNELS,
+    check_image,
+    fit,
+    image_to_rgb,
+    ns_to_stamp,
+    rgb_to_image,
+    stamp_to_ns,
+    tile,
+    trajectory,
+)
+
+RED = (200, 10, 30)
+
+
+def scene() -> np.ndarray:
+    """A red square on a grey ground with a gradient: a swap of channels, rows or columns shows."""
+    rgb = np.full((12, 20, 3), 90, np.uint8)
+    rgb[..., 2] = np.arange(20)
+    rgb[2:6, 3:8] = RED
+    return rgb
+
+
+def message(rgb: np.ndarray, encoding: str = "rgb8", pad: int = 0) -> Image:
+    pixels = {
+        "rgb8": lambda: rgb,
+        "bgr8": lambda: rgb[..., ::-1],
+        "rgba8": lambda: np.dstack([rgb, np.full(rgb.shape[:2], 7, np.uint8)]),
+        "bgra8": lambda: np.dstack([rgb[..., ::-1], np.full(rgb.shape[:2], 7, np.uint8)]),
+        "mono8": lambda: rgb[..., 0],
+    }[encoding]()
+    rows = np.ascontiguousarray(pixels).reshape(rgb.shape[0], -1)
+    rows = np.pad(rows, ((0, 0), (0, pad)), constant_values=0xEE)
+    msg = Image(height=rgb.shape[0], width=rgb.shape[1], encoding=encoding, step=rows.shape[1])
+    msg.data = rows.tobytes()
+    return msg
+
+
+@pytest.mark.parametrize("pad", [0, 5])
+@pytest.mark.parametrize("encoding", [e for e in CHANNELS if e != "mono8"])
+def test_every_encoding_gives_the_same_rgb(encoding: str, pad: int) -> None:
+    out = image_to_rgb(message(scene(), encoding, pad))
+    np.testing.assert_array_equal(out, scene())
+    out[0, 0] = 1  # a fresh array, not the message's memory
+
+
+def test_decoded_image_is_not_the_memory_of_the_message() -> None:
+    msg = message(scene())
+    image_to_rgb(msg)[:] = 0
+    np.testing.assert_array_equal(image_to_rgb(msg), scene())
+
+
+def test_mono8_is_repeated() -> None:
+    np.testing.assert_array_equal(image_to_rgb(message(scene(), "mono8", 3)), np.repeat(scene()[..., :1], 3, axis=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "says"),
+    [
+        ({"encoding": "bayerrg8"}, "unsupported encoding", "bayerrg8"),
+        ({"encoding": "yuv422_yuy2"}, "unsupported encoding", "yuv422_yuy2"),
+        ({"height": 0}, "empty image", "20x0"),
+        ({"width": 0}, "empty image", "0x12"),
+        ({"step": 0}, "row step too small", "step 0"),
+        ({"step": 59}, "row step too small", "at least 60"),
+        ({"data": array.array("B", bytes(719))}, "truncated image", "719 bytes"),
+        ({"data": array.array("B")}, "truncated image", "0 bytes"),
+    ],
+)
+def test_invalid_images_are_named(change: dict[str, object], what: str, says: str) -> None:
+    msg = message(scene())
+    for key, value in change.items():
+        setattr(msg, key, value)
+    for call in (check_image, image_to_rgb):
+        with pytest.raises(InvalidImage) as error:
+            call(msg, "camera_wrist/image_raw")
+        assert error.value.what == what
+        assert says in str(error.value) and "camera_wrist/image_raw" in str(error.value)
+
+
+def test_refused_encoding_lists_the_supported_ones() -> None:
+    with pytest.raises(InvalidImage) as error:
+        check_image(message(scene()).__class__(height=1, width=1, encoding="16UC1", step=2, data=b"ab"), "t")
+    assert all(e in str(error.value) for e in CHANNELS)
+
+
+@pytest.mark.parametrize("suffix", ["jpeg", "png"])
+def test_compressed_is_rgb_not_bgr(suffix: str) -> None:
+    big = np.kron(scene(), np.ones((8, 8, 1), np.uint8))
+    good, data = cv2.imencode("." + suffix, big[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 95])
+    assert good
+    out = image_to_rgb(CompressedImage(format=suffix, data=data.tobytes()))
+    assert np.abs(out[32, 40].astype(int) - RED).max() <= (12 if suffix == "jpeg" else 0)
+    assert out.shape == big.shape
+
+
+@pytest.mark.parametrize(
+    ("fmt", "data", "what"),
+    [
+        ("16UC1; compressedDepth png", b"\0" * 12 + b"\x89PNG\r\n\x1a\n", "unsupported compressed format"),
+        ("jpeg", b"", "not a jpeg or png"),
+        ("jpeg", b"GIF89a..", "not a jpeg or png"),
+    ],
+)
+def test_compressed_that_is_no_colour_image_is_refused(fmt: str, data: bytes, what: str) -> None:
+    with pytest.raises(InvalidImage) as error:
+        check_image(CompressedImage(format=fmt, data=data), "t")
+    assert error.value.what == what and fmt in str(error.value)
+
+
+def test_broken_jpeg_is_an_error_not_none() -> None:
+    msg = CompressedImage(format="jpeg", data=b"\xff\xd8\xff" + b"\0" * 40)
+    check_image(msg, "t")
+    with pytest.raises(InvalidImage, match="broken"):
+        image_to_rgb(msg, "t")
+
+
+def test_pad_keeps_the_aspect_and_centres() -> None:
+    white = np.full((100, 100, 3), 255, np.uint8)
+    out = fit(white, 180, 320, "pad")
+    assert out.shape == (180, 320, 3)
+    assert (out[:, 70:250] == 255).all() and (out[:, :70] == 0).all() and (out[:, 250:] == 0).all()
+
+
+def test_stretch_fills_and_a_fitting_image_is_untouched() -> None:
+    white = np.full((100, 100, 3), 255, np.uint8)
+    assert (fit(white, 180, 320, "stretch") == 255).all()
+    image = np.random.default_rng(0).integers(0, 256, (180, 320, 3), dtype=np.uint8)
+    assert fit(image, 180, 320, "pad") is image
+
+
+def test_same_aspect_is_resized_without_bars() -> None:
+    rgb = np.full((360, 640, 3), 77, np.uint8)
+    assert (fit(rgb, 180, 320, "pad") == 77).all()
+
+
+def test_image_message_round_trip_and_stamp() -> None:
+    msg = rgb_to_image(scene(), stamp_ns=1_700_000_000_123_456_789, frame_id="wrist")
+    np.testing.assert_array_equal(image_to_rgb(msg), scene())
+    assert stamp_to_ns(msg.header.stamp) == 1_700_000_000_123_456_789 and msg.header.frame_id == "wrist"
+    assert stamp_to_ns(ns_to_stamp(5)) == 5
+
+
+def test_tile_puts_images_side_by_side() -> None:
+    out = tile([np.full((4, 3, 3), 1, np.uint8), np.full((2, 5, 3), 2, np.uint8)])
+    assert out.shape == (4, 8, 3) and (out[:2, 3:] == 2).all() and (out[2:, 3:] == 0).all()
+
+
+def test_trajectory_message_is_one_a_controller_accepts() -> None:
+    msg = trajectory(["a", "b"], np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([0.04, 1.5]), np.ones((2, 2)))
+    assert stamp_to_ns(msg.header.stamp) == 0 and list(msg.joint_names) == ["a", "b"]
+    assert [list(p.positions) for p in msg.points] == [[1.0, 2.0], [3.0, 4.0]]
+    assert [(p.time_from_start.sec, p.time_from_start.nanosec) for p in msg.points] == [
+        (0, 40_000_000),
+        (1, 500_000_000),
+    ]
+    assert not trajectory(["a"], np.zeros((1, 1)), np.array([0.1])).points[0].velocities
+
+
+@pytest.mark.parametrize(
+    ("names", "positions", "times", "velocities"),
+    [
+        (["a"], [[0.0]], [0.0], None),
+        (["a"], [[0.0], [0.1]], [0.1, 0.1 + 1e-10], None),
+        (["a"], np.zeros((0, 1)), [], None),
+        (["a", "b"], [[0.0]], [0.1], None),
+        (["a", "a"], [[0.0, 0.0]], [0.1], None),
+        (["a"], [[np.nan]], [0.1], None),
+        (["a"], [[0.0]], [0.1], [[np.inf]]),
+        (["a"], [[0.0]], [0.1], [[0.0, 0.0]]),
+    ],
+)
+def test_trajectories_a_controller_would_reject_are_never_built(names, positions, times, velocities) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError):
+        trajectory(
+            names, np.asarray(positions), np.asarray(times), None if velocities is None else np.asarray(velocities)
+        )

@@ -1,0 +1,123 @@
+"""The real process: signals, exit codes, what it says when ROS is not usable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wam_policy_ros.ros.main import find_problem
+
+from .conftest import wait_for
+from .harness import Robot, Spinner
+
+pytestmark = pytest.mark.usefixtures("ros")
+
+# The node with a policy whose steps take long and can be cancelled, or (deaf) cannot.
+CHILD = """
+import sys, time
+import rclpy
+from rclpy.signals import SignalHandlerOptions
+from wam_policy_ros.contract.fakes import ScriptedPolicy, HoldPolicy
+from wam_policy_ros.ros import main
+from wam_policy_ros.ros.policy_node import PolicyNode
+import numpy as np
+
+kind = sys.argv.pop(1)
+policy = HoldPolicy()
+infer = policy.infer
+def slow(session, observation, *, cancelled=None):
+    if observation.prompt == "stir the pot" and len(session.seen) >= 1:
+        print("STEP", flush=True)
+        end = time.monotonic() + 30
+        while time.monotonic() < end and not (kind == "slow" and cancelled()):
+            time.sleep(0.01)
+    return infer(session, observation, cancelled=cancelled)
+policy.infer = slow
+main.JOIN_S = 1.0
+rclpy.init(args=sys.argv, signal_handler_options=SignalHandlerOptions.NO)
+node = PolicyNode(lambda params, progress: policy)
+sys.exit(main.run(node, executor=str(node.get_parameter("executor").value)))
+"""
+CONFIG = Path(__file__).parents[2] / "config"
+PARAMS = ["--params-file", CONFIG / "dreamzero.yaml", "--params-file", CONFIG / "droid.yaml", "-p", "backend:=hold"]
+AGES = ["-p", "sync.max_age_s:=1.0", "-p", "sync.joint_max_age_s:=1.0", "-p", "instruction:=stir the pot"]
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest, ros: None, tmp_path: Path) -> Iterator[Any]:
+    namespace = f"/p{abs(hash(request.node.name)) % 10**8}"
+    robot = Robot(namespace)
+    spinner = Spinner(robot)
+    children: list[subprocess.Popen[str]] = []
+
+    def run(command: list[str], *more: str) -> tuple[subprocess.Popen[str], Robot, Path]:
+        log = tmp_path / "log"
+        args = [sys.executable, *command, "--ros-args", "-r", f"__ns:={namespace}", *map(str, PARAMS), *AGES, *more]
+        with log.open("w") as out:
+            env = {**os.environ, "ROS_LOG_DIR": str(tmp_path)}
+            children.append(subprocess.Popen(args, stdout=out, stderr=subprocess.STDOUT, text=True, env=env))
+        return children[-1], robot, log
+
+    yield run
+    for child in children:
+        child.kill()
+        child.wait()
+    spinner.close()
+
+
+@pytest.mark.parametrize(("executor", "number"), [("single", signal.SIGTERM), ("events", signal.SIGINT)])
+def test_a_signal_in_mid_step_ends_with_a_hold_and_exit_code_0(start: Any, executor: str, number: int) -> None:
+    child, robot, log = start(["-c", CHILD, "slow"], "-p", f"executor:={executor}")
+    robot.wait_state(20, substate="running")
+    wait_for(lambda: "STEP" in log.read_text(), what="a step under way")
+    sent = time.monotonic()
+    child.send_signal(number)
+    assert child.wait(5) == 0, log.read_text()
+    assert time.monotonic() - sent < 2.0
+    wait_for(robot.holds, what="a hold before the end")
+    assert len(robot.trajectories[-1][1].points) == 1, "and nothing after it"
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_step_that_cannot_be_stopped_does_not_keep_the_process(start: Any) -> None:
+    child, robot, log = start(["-c", CHILD, "deaf"])
+    robot.wait_state(20, substate="running")
+    wait_for(lambda: "STEP" in log.read_text())
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(8) == 1, "not 0: the worker was not joined; not 134: no abort"
+    assert "worker thread still runs" in log.read_text()
+    wait_for(robot.holds)
+
+
+def test_the_console_entry_runs_from_the_packaged_yaml_files(start: Any) -> None:
+    child, robot, log = start(["-m", "wam_policy_ros.ros.main"])
+    state = robot.wait_state(20, lifecycle="active")
+    assert state["policy"]["weights"] == "hold policy, no network"
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(5) == 0, log.read_text()
+
+
+def test_an_rmw_that_the_wheels_lack_is_a_readable_error(ros_domain: None) -> None:
+    import rclpy
+
+    if not (Path(rclpy.__file__).parents[1] / "ros_wheels_bootstrapper").exists():
+        pytest.skip("rclpy does not come from the wheels")
+    env = {**os.environ, "RMW_IMPLEMENTATION": "rmw_cyclonedds_cpp"}
+    done = subprocess.run(
+        [sys.executable, "-m", "wam_policy_ros.ros.main"], env=env, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 2 and "unset RMW_IMPLEMENTATION" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_missing_rclpy_names_both_ways_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    problem = find_problem()
+    assert problem is not None and "ros-kilted" in problem and "setup.bash" in problem

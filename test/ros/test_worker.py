@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wam_policy_ros.contract.errors import Cancelled, EngineError, InvalidState
+from wam_policy_ros.contract.fakes import HoldPolicy, ScriptedPolicy, example_observation
+from wam_policy_ros.contract.interface import Observation
+from wam_policy_ros.ros.worker import InferenceWorker, Phase, Request, Result
+
+from .conftest import wait_for
+
+
+class Pending:
+    """Stands for a PendingObservation; remembers how it was asked for."""
+
+    def __init__(self, spec: Any, number: float) -> None:
+        self.spec, self.number = spec, number
+        self.first: bool | None = None
+
+    def materialise(self, cameras: Any, *, first_call: bool) -> Observation:
+        self.first = first_call
+        observation = example_observation(self.spec, frames=1 if first_call else 4)
+        state = {**observation.state, "joint_position": np.full(7, self.number)}
+        return Observation(observation.frames, state, "p", stamp_ns=1)
+
+
+class Bench:
+    """A worker with a policy that waits for ``gate`` in every step after the warm-up."""
+
+    def __init__(self) -> None:
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.policy = ScriptedPolicy(self.rows)
+        self.woken = 0
+        self.after: list[Any] = []
+        self.error: Exception | None = None
+        self.deaf = False
+        self.worker = InferenceWorker(lambda progress: self.policy, notify=self.wake, after_step=self.after_step)
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def after_step(self, policy: Any, chunk: Any, observation: Any) -> None:
+        self.after.append((policy, chunk, observation))
+
+    def rows(self, observation: Observation, step: int) -> np.ndarray:
+        if observation.prompt == "p":
+            self.entered.set()
+            while not self.gate.wait(0.005):
+                if not self.deaf and self.cancelled():
+                    raise Cancelled("cancelled")
+            if self.error is not None:
+                raise self.error
+        return np.tile(np.concatenate(list(observation.state.values())), (24, 1))
+
+    def cancelled(self) -> bool:
+        return self._cancelled()
+
+    def start(self) -> None:
+        infer = self.policy.infer
+
+        def remember(session: Any, observation: Any, *, cancelled: Any = None) -> Any:
+            self._cancelled = cancelled
+            return infer(session, observation, cancelled=cancelled)
+
+        self.policy.infer = remember  # type: ignore[method-assign]
+        self.worker.start()
+        wait_for(lambda: self.worker.status.phase is Phase.READY)
+
+    def ask(self, generation: int, number: float = 0.0) -> Pending:
+        pending = Pending(self.policy.spec, number)
+        self.worker.submit(Request(generation, f"session {generation}", pending, time.monotonic()))  # type: ignore[arg-type]
+        return pending
+
+    def answer(self) -> Result:
+        found = []
+
+        def take() -> bool:
+            result = self.worker.take_result()
+            if result is not None:
+                found.append(result)
+            return bool(found)
+
+        wait_for(take, what="a result")
+        return found[0]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.gate.set()
+    assert bench.worker.stop(5.0), "the worker thread ends"
+
+
+def test_warm_up_makes_a_first_and_a_later_call_in_a_session_of_its_own(bench: Bench) -> None:
+    bench.gate.set()
+    bench.start()
+    (session,) = bench.policy.sessions
+    assert session.closed and session.step == 2
+    assert len(bench.worker.status.warm_up_s) == 2 and bench.worker.status.spec is bench.policy.spec
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    assert bench.answer().chunk.session_id == "session 1"  # type: ignore[union-attr]
+
+
+def test_newest_request_wins_and_the_superseded_one_is_counted(bench: Bench) -> None:
+    bench.start()
+    bench.worker.new_generation(1)
+    bench.ask(1, 1.0)
+    bench.entered.wait(5)
+    bench.ask(1, 2.0), bench.ask(1, 3.0)
+    assert bench.worker.superseded == 1
+    bench.gate.set()
+    wait_for(lambda: len(bench.after) == 2)
+    assert [o.state["joint_position"][0] for _, _, o in bench.after] == [1.0, 3.0]
+    assert bench.answer().chunk.actions[0, 0] == 3.0  # type: ignore[union-attr]
+
+
+def test_first_call_of_a_session_takes_one_frame_later_ones_all(bench: Bench) -> None:
+    bench.gate.set()
+    bench.start()
+    seen = []
+    for generation in (1, 1, 2):
+        bench.worker.new_generation(generation)
+        pending = bench.ask(generation)
+        bench.answer()
+        seen.append(pending.first)
+    assert seen == [True, False, True]
+    assert [s.closed for s in bench.policy.sessions] == [True, True, False]
+
+
+def test_new_generation_cancels_the_running_step_and_its_result_is_lost(bench: Bench) -> None:
+    bench.start()
+    bench.worker.new_generation(1)
+    bench.ask(1, 1.0)
+    bench.entered.wait(5)
+    bench.worker.new_generation(2)
+    wait_for(lambda: bench.policy.sessions[1].closed, what="the old session is closed, without a new request")
+    assert bench.worker.take_result() is None
+    bench.gate.set()
+    bench.ask(2, 2.0)
+    result = bench.answer()
+    assert result.request.generation == 2 and result.chunk is not None and result.chunk.session_id == "session 2"
+
+
+def test_a_result_that_waits_in_the_mailbox_is_void_after_a_new_generation(bench: Bench) -> None:
+    bench.gate.set()
+    bench.start()
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    wait_for(lambda: bench.after)
+    bench.worker.new_generation(2)
+    assert bench.worker.take_result() is None
+
+
+@pytest.mark.parametrize(
+    ("raised", "given"),
+    [(InvalidState("x", field="j"), InvalidState), (EngineError("y"), EngineError), (KeyError("z"), EngineError)],
+)
+def test_errors_arrive_as_results_without_a_chunk(bench: Bench, raised: Exception, given: type) -> None:
+    bench.gate.set()
+    bench.start()
+    bench.error = raised
+    bench.worker.new_generation(1)
+    pending = bench.ask(1)
+    result = bench.answer()
+    assert result.chunk is None and type(result.error) is given and not bench.after
+    bench.error = None
+    pending = bench.ask(1)
+    assert bench.answer().chunk is not None and pending.first, "the session is as it was: still a first call"
+
+
+def test_after_step_runs_in_the_worker_after_the_hand_over(bench: Bench) -> None:
+    bench.gate.set()
+    bench.start()
+    order: list[str] = []
+    bench.worker._after_step = lambda *_: (time.sleep(0.1), order.append("after"))  # type: ignore[assignment]
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    bench.answer()
+    order.append("result")
+    wait_for(lambda: len(order) == 2)
+    assert order == ["result", "after"]
+
+
+def test_stop_cancels_a_step(bench: Bench) -> None:
+    bench.start()
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    bench.entered.wait(5)
+    start = time.monotonic()
+    assert bench.worker.stop(2.0) and time.monotonic() - start < 1.0
+    assert not bench.worker.hung and bench.worker.status.phase is Phase.STOPPED
+    assert all(s.closed for s in bench.policy.sessions)
+
+
+def test_a_step_that_cannot_be_cancelled_is_reported_as_hung(bench: Bench) -> None:
+    bench.start()
+    bench.deaf = True
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    bench.entered.wait(5)
+    assert not bench.worker.stop(0.05)
+    assert bench.worker.hung
+    bench.gate.set()
+    wait_for(lambda: not bench.worker.alive)
+    assert not bench.worker.hung
+
+
+def test_stop_while_loading_raises_in_the_progress_callback() -> None:
+    steps = []
+
+    def factory(progress: Any) -> Any:
+        while True:
+            progress("shard", 0.1)
+            steps.append(1)
+            time.sleep(0.005)
+
+    worker = InferenceWorker(factory, notify=lambda: None, after_step=lambda *_: None)
+    worker.start()
+    wait_for(lambda: steps)
+    assert worker.status.message == "shard" and worker.status.phase is Phase.LOADING
+    assert worker.stop(2.0) and worker.status.phase is Phase.STOPPED
+
+
+def test_failure_to_load_is_a_status() -> None:
+    def factory(progress: Any) -> Any:
+        raise FileNotFoundError("no such checkpoint")
+
+    worker = InferenceWorker(factory, notify=lambda: None, after_step=lambda *_: None)
+    worker.start()
+    wait_for(lambda: worker.status.phase is Phase.FAILED)
+    assert "no such checkpoint" in worker.status.message and isinstance(worker.status.error, FileNotFoundError)
+    assert worker.stop(2.0)
+
+
+def test_stop_before_start_is_harmless() -> None:
+    assert InferenceWorker(lambda p: HoldPolicy(), notify=lambda: None, after_step=lambda *_: None).stop(0.1)
