@@ -220,7 +220,8 @@ def _fields(
     page: Embodiment, known: tuple[FieldSpec, ...], order: list[str] | None, entry: Mapping[str, Any], kind: str
 ) -> tuple[FieldSpec, ...]:
     """Fields in the checkpoint's order, with the checkpoint's widths."""
-    by_name = {f.name: f for f in (*known, *page.state, *page.action)}
+    # State and action share names but not flags; the page's own entry of this kind wins.
+    by_name = {f.name: f for f in (*page.state, *page.action, *known)}
     names = order or [f.name for f in known]
     fields = []
     for name in names:
