@@ -54,7 +54,7 @@ class UniPC:
     def step(self, flow: Tensor, sample: Tensor) -> Tensor:
         """Advance ``sample`` from noise level ``index`` to the next, given the network's flow at this level."""
         i = self.index
-        x0 = sample - self.sigmas[i] * flow
+        x0 = sample - self._as(self.sigmas[i], sample) * flow
         if i > 0:
             sample = self._correct(x0)
         self._x0 = [*self._x0, x0][-2:]
@@ -63,17 +63,25 @@ class UniPC:
         self.index += 1
         return self._predict(sample, order)
 
+    @staticmethod
+    def _as(scalar: Tensor, sample: Tensor) -> Tensor:
+        """Round a float32 scalar to the dtype of the samples, as PyTorch does by itself on a CPU and with scalars that
+        live on the GPU, but not with CPU scalars and GPU samples. Never widens: float64 samples keep float32 scalars.
+        """
+        return scalar.to(sample.dtype) if sample.dtype in (torch.bfloat16, torch.float16) else scalar
+
     def _correct(self, x0: Tensor) -> Tensor:
         i, m1 = self.index, self._x0[-1]
         assert self._last_sample is not None
         h = self.lambdas[i] - self.lambdas[i - 1]
         z = -h
         b = torch.expm1(z)
-        base = (self.sigmas[i] / self.sigmas[i - 1]) * self._last_sample - self.alphas[i] * b * m1
+        gain = self._as(self.alphas[i] * b, x0)
+        base = self._as(self.sigmas[i] / self.sigmas[i - 1], x0) * self._last_sample - gain * m1
         if self._last_order == 1:
-            return base - self.alphas[i] * b * (0.5 * (x0 - m1))
+            return base - gain * (0.5 * (x0 - m1))
         r = (self.lambdas[i - 2] - self.lambdas[i - 1]) / h
-        d = (self._x0[-2] - m1) / r
+        d = (self._x0[-2] - m1) / self._as(r, x0)
         phi1 = b / z - 1
         b1 = phi1 / b
         phi2 = phi1 / z - 0.5
@@ -81,14 +89,14 @@ class UniPC:
         one = torch.ones_like(r)
         rho = torch.linalg.solve(torch.stack([torch.stack([one, one]), torch.stack([r, one])]), torch.stack([b1, b2]))
         rho = rho.to(x0.dtype)
-        return base - self.alphas[i] * b * (rho[0] * d + rho[1] * (x0 - m1))
+        return base - gain * (rho[0] * d + rho[1] * (x0 - m1))
 
     def _predict(self, sample: Tensor, order: int) -> Tensor:
         i, m0 = self.index - 1, self._x0[-1]
         h = self.lambdas[i + 1] - self.lambdas[i]
-        b = torch.expm1(-h)
-        out = (self.sigmas[i + 1] / self.sigmas[i]) * sample - self.alphas[i + 1] * b * m0
+        gain = self._as(self.alphas[i + 1] * torch.expm1(-h), sample)
+        out = self._as(self.sigmas[i + 1] / self.sigmas[i], sample) * sample - gain * m0
         if order == 2:
             r = (self.lambdas[i - 1] - self.lambdas[i]) / h
-            out = out - self.alphas[i + 1] * b * (0.5 * ((self._x0[-2] - m0) / r))
+            out = out - gain * (0.5 * ((self._x0[-2] - m0) / self._as(r, sample)))
         return out

@@ -109,7 +109,7 @@ class Group:
         if self.min_correlation is not None and error < float("inf"):
             r = correlation(got, expected)
             if not r > self.min_correlation:
-                error = float("inf")
+                name, error = f"{name}: correlation {r:.5f}, max|a-b|/std {error:.2g}", float("inf")
         self._add(name, error)
 
     def exact(self, name: str, got: object, expected: object) -> None:
