@@ -65,8 +65,10 @@ class UniPC:
 
     @staticmethod
     def _as(scalar: Tensor, sample: Tensor) -> Tensor:
-        """Round a float32 scalar to the dtype of the samples, as PyTorch does by itself on a CPU and with scalars that
-        live on the GPU, but not with CPU scalars and GPU samples. Never widens: float64 samples keep float32 scalars.
+        """Round a factor to the dtype of the samples, so that every device computes what the recorded runs did.
+
+        Left to itself, PyTorch rounds a 0-dim factor on the left of a bf16 tensor on a CPU, and does not when the
+        factor is on the CPU and the tensor on a GPU. Divisors are not rounded on either.
         """
         return scalar.to(sample.dtype) if sample.dtype in (torch.bfloat16, torch.float16) else scalar
 
@@ -81,7 +83,7 @@ class UniPC:
         if self._last_order == 1:
             return base - gain * (0.5 * (x0 - m1))
         r = (self.lambdas[i - 2] - self.lambdas[i - 1]) / h
-        d = (self._x0[-2] - m1) / self._as(r, x0)
+        d = (self._x0[-2] - m1) / r
         phi1 = b / z - 1
         b1 = phi1 / b
         phi2 = phi1 / z - 0.5
@@ -98,5 +100,5 @@ class UniPC:
         out = self._as(self.sigmas[i + 1] / self.sigmas[i], sample) * sample - gain * m0
         if order == 2:
             r = (self.lambdas[i - 1] - self.lambdas[i]) / h
-            out = out - gain * (0.5 * ((self._x0[-2] - m0) / self._as(r, sample)))
+            out = out - gain * (0.5 * ((self._x0[-2] - m0) / r))
         return out
