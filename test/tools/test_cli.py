@@ -1,0 +1,97 @@
+"""The ``wam`` command: sub-commands, exit statuses, what ``wam up`` starts, what ``wam bench`` writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.tools import up
+from wam_policy_ros.tools.main import COMMANDS, main
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert COMMANDS[command].split()[0] in capsys.readouterr().out
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["fly"])
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert all(c in said for c in COMMANDS)
+
+
+def test_up_passes_parameters_in_order() -> None:
+    words = up.ros_arguments(
+        arguments("--checkpoint", "/data/x y", "--instruction", "don't spill", "--namespace", "arm")
+    )
+    files = [words[i + 1] for i, w in enumerate(words) if w == "--params-file"]
+    assert [Path(f).name for f in files] == ["dreamzero.yaml", "droid.yaml"]
+    given = dict(words[i + 1].split(":=", 1) for i, w in enumerate(words) if w == "-p")
+    assert yaml.safe_load(given["checkpoint"]) == "/data/x y"
+    assert yaml.safe_load(given["instruction"]) == "don't spill"
+    assert "__ns:=/arm" in words
+
+
+def test_text_that_yaml_would_take_for_something_else_stays_text() -> None:
+    words = up.ros_arguments(arguments("--instruction", "42"))
+    assert yaml.safe_load(words[-1].split(":=", 1)[1]) == "42"
+
+
+def test_up_names_the_packaged_configurations() -> None:
+    with pytest.raises(ConfigError, match="droid"):
+        up.config_file("dorid")
+    with pytest.raises(ConfigError, match="not found"):
+        up.config_file("nowhere.yaml")
+
+
+def test_bench_reports_cold_and_warm_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "bench.json"
+    assert main(["bench", "--windows", "1", "--evaluations", "5", "--device", "cpu", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert "5 of 16" in capsys.readouterr().out and report["spec"]["evaluations"] == "5 of 16"
+    assert [c["position"] for c in report["calls"]] == [1, 2, 3, 4] * 2
+    assert [c["cold"] for c in report["calls"]] == [True] * 4 + [False] * 4
+    assert report["stages_s"]["total"]["n"] == 4 and report["stages_s"]["first_frame"]["n"] == 1
+    assert report["cold_first_call_s"] == report["calls"][0]["wall_s"] > 0
+    assert "RANDOM WEIGHTS" in report["spec"]["weights"]
+    assert report["provenance"]["torch"] and report["provenance"]["cpu_threads"] >= 1
+    for call in report["calls"]:
+        parts = sum(v for k, v in call.items() if k not in ("position", "cold", "wall_s", "total"))
+        assert 0.5 * call["total"] < parts <= call["total"] * 1.01
+
+
+def test_bench_refuses_contradictions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--evaluations", "9"]) == 1
+    assert "5, 6, 7, 8, 16" in capsys.readouterr().err
+    assert main(["bench", "--device", "cuda:99"]) == 1
+    assert "cuda:99" in capsys.readouterr().err
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    """In a fresh interpreter that cannot import torch."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from wam_policy_ros.tools.main import main\n"
+        "sys.exit(main(['golden', '.']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "wam_policy_ros[engine]" in done.stderr and "Traceback" not in done.stderr
