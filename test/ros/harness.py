@@ -128,6 +128,9 @@ class Robot(Node):
     def state(self) -> dict[str, Any]:
         return self.states[-1] if self.states else {}
 
+    def loading(self, key: str) -> Any:
+        return self.state.get("loading", {}).get(key)
+
     def wait_state(self, timeout_s: float = 10.0, **want: Any) -> dict[str, Any]:
         wait_for(lambda: all(self.state.get(k) == v for k, v in want.items()), timeout_s, f"{want}, last {self.state}")
         return self.state

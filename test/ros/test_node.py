@@ -206,12 +206,12 @@ def test_activate_is_refused_while_the_policy_loads(make: Make) -> None:
     system = make(factory, autostart=False)
     system.on_node(system.node.trigger_configure)
     state = system.robot.wait_state(lifecycle="inactive")
-    wait_for(lambda: system.robot.state["loading"]["message"] == "shard 3 of 9")
+    wait_for(lambda: system.robot.loading("message") == "shard 3 of 9")
     system.on_node(system.node.trigger_activate)
     state = wait_for(lambda: "refused" in system.robot.state["refused"] and system.robot.state)
     assert state["lifecycle"] == "inactive" and "shard 3 of 9" in state["refused"]
     loaded.set()
-    wait_for(lambda: system.robot.state["loading"]["phase"] == "ready")
+    wait_for(lambda: system.robot.loading("phase") == "ready")
     system.on_node(system.node.trigger_activate)
     system.robot.wait_state(lifecycle="active", refused="")
 
@@ -226,7 +226,7 @@ def test_a_policy_that_cannot_be_loaded_says_why_and_can_be_configured_again(mak
     system.on_node(system.node.trigger_cleanup)
     system.node._policy_factory = lambda params, progress: HoldPolicy()
     system.on_node(system.node.trigger_configure)
-    wait_for(lambda: system.robot.state["loading"]["phase"] == "ready")
+    wait_for(lambda: system.robot.loading("phase") == "ready")
 
 
 def test_a_new_instruction_drops_what_is_under_way(make: Make) -> None:
@@ -322,6 +322,7 @@ def test_a_cancelled_step_is_not_a_fault(make: Make) -> None:
         ({"cameras.topics": ["a", "b"]}, "wrist_image_left"),
         ({"embodiment": "droid2"}, "oxe_droid"),
         ({"sync.max_age": 1.0}, "sync.max_age_s"),
+        ({"joints.topic": "no good"}, "topic name"),
         ({"backend": "engine"}, "exactly one of checkpoint and random_weights"),
     ],
 )
@@ -380,7 +381,7 @@ def test_random_weights_are_announced_at_activation(make: Make) -> None:
     logger.warning = lambda line, **kw: (lines.append(line), warning(line, **kw))[1]  # type: ignore[method-assign,assignment]
     system.node.get_logger = lambda: logger  # type: ignore[method-assign]
     system.on_node(system.node.trigger_configure)
-    wait_for(lambda: system.robot.state["loading"]["phase"] == "ready")
+    wait_for(lambda: system.robot.loading("phase") == "ready")
     system.on_node(system.node.trigger_activate)
     assert any("RANDOM WEIGHTS: not a policy" in line for line in lines)
     assert system.robot.wait_state(lifecycle="active")["policy"]["random_weights"] is True

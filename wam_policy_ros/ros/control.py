@@ -293,7 +293,7 @@ class ControlLoop:
             self._input_lost = True
             self._new_session()
         never_moved = self._output.plan is None and isinstance(error, MissingInput)
-        self._say(Substate.WAITING if never_moved else Substate.HOLDING, str(error), error.what)
+        self._say(Substate.WAITING if never_moved else Substate.HOLDING, str(error), error.field)
 
     def latch(self, reason: str) -> None:
         """Stop and stay stopped until ``reset``."""
@@ -343,6 +343,7 @@ class ControlLoop:
                 "superseded": self._worker.superseded,
                 "sessions": self.counters["sessions"],
                 "clock_jumps": self.counters["clock_jumps"],
+                "stop_and_go": self.counters["stop_and_go"],
                 "streams": self._inputs.counters(),
             },
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,16 +116,14 @@ class Inputs:
         joint_limits = Limits(params.sync_joint_max_age_s, tolerance, source)
         self.joint_states = JointStateInput(joints.names, params.joints_topic, joint_limits, warn=warn)
 
-    def subscribe(self, node: Any) -> list[Any]:
-        """Create the subscriptions on a node; the caller destroys them."""
+    def subscribe(self, node: Any, entities: ExitStack) -> None:
+        """Create the subscriptions on a node; ``entities`` destroys them."""
         kind = CompressedImage if self._params.image_compressed else Image
-        out = [
-            self._subscribe_one(node, kind, c.topic, sensor_qos(5, reliable=self._params.image_reliable), c.on_message)
-            for c in self.cameras.values()
-        ]
+        image_qos = sensor_qos(5, reliable=self._params.image_reliable)
+        streams = [(kind, c.topic, image_qos, c.on_message) for c in self.cameras.values()]
         joints = self.joint_states
-        qos = sensor_qos(10)
-        return [*out, self._subscribe_one(node, JointState, joints.topic, qos, joints.on_message)]
+        for stream in (*streams, (JointState, joints.topic, sensor_qos(10), joints.on_message)):
+            entities.callback(node.destroy_subscription, self._subscribe_one(node, *stream))
 
     def _subscribe_one(
         self, node: Any, kind: type, topic: str, qos: QoSProfile, sink: Callable[[Any, Now], None]

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,27 @@ def find_problem() -> str | None:
     return None
 
 
-def spin(node: Any, executor: Any, stop: Callable[[], bool]) -> None:
-    """Until ``stop()`` is true. In slices: a Python signal handler runs only between them."""
-    while not stop() and node.context.ok():
-        executor.spin_once(timeout_sec=0.1)
+class StopSignals:
+    """Turns SIGINT and SIGTERM into a flag from now on; a second one changes nothing."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, frame: self.received.append(signal.Signals(n)))
+
+    @staticmethod
+    def ignore() -> None:
+        """At the very end. Ctrl-C under ros2 launch arrives twice, from the terminal and from launch."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
-def run(node: Any, *, executor: str = "single") -> int:
+def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
     """Spin a node until SIGINT or SIGTERM, then stop it: hold, worker joined, everything destroyed.
 
     Args:
         node: a ``PolicyNode``; rclpy must be initialised without signal handlers of its own.
+        stop: installed before.
         executor: ``single``, or ``events``.
 
     Returns:
@@ -58,17 +68,13 @@ def run(node: Any, *, executor: str = "single") -> int:
         spinner: Any = EventsExecutor()
     else:
         spinner = SingleThreadedExecutor()
-    asked: list[int] = []
-
-    def on_signal(number: int, frame: Any) -> None:
-        asked.append(number)
-
-    before = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     spinner.add_node(node)
     try:
-        spin(node, spinner, lambda: bool(asked))
-        if asked:
-            node.get_logger().info(f"{signal.Signals(asked[0]).name}: stopping")
+        # In slices: a Python signal handler runs only between them.
+        while not stop.received and node.context.ok():
+            spinner.spin_once(timeout_sec=0.1)
+        if stop.received:
+            node.get_logger().info(f"{stop.received[0].name}: stopping")
         joined = node.close(JOIN_S)
         if not joined:
             node.get_logger().fatal(f"the worker thread still runs {JOIN_S} s after it was asked to stop")
@@ -76,8 +82,7 @@ def run(node: Any, *, executor: str = "single") -> int:
         spinner.shutdown(1.0)
         node.destroy_node()
         rclpy.try_shutdown()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        stop.ignore()
     if not joined:
         # An interpreter that ends beside a running device thread aborts; there is nothing left to lose.
         sys.stderr.flush()
@@ -90,6 +95,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if (problem := find_problem()) is not None:
         print(f"wam_policy: {problem}", file=sys.stderr)
         return 2
+    stop = StopSignals()
     import rclpy
     from rclpy.signals import SignalHandlerOptions
 
@@ -98,7 +104,7 @@ def main(args: Sequence[str] | None = None) -> int:
     # Own handlers: rclpy's shut the context down at once, and then no hold could be sent.
     rclpy.init(args=list(sys.argv if args is None else args), signal_handler_options=SignalHandlerOptions.NO)
     node = PolicyNode()
-    return run(node, executor=str(node.get_parameter("executor").value))
+    return run(node, stop, executor=str(node.get_parameter("executor").value))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import json
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from rcl_interfaces.msg import SetParametersResult
+from rclpy.exceptions import NameValidationException
 from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from rclpy.parameter import Parameter
 from rclpy.qos import QoSProfile
@@ -48,11 +50,7 @@ class _Parts:
     expected: PolicySpec
     worker: InferenceWorker
     control: ControlLoop
-    output: Any
-    video: VideoOutput
-    subscriptions: list[Any]
-    services: list[Any]
-    timers: list[Any]
+    entities: ExitStack
 
 
 class PolicyNode(LifecycleNode):
@@ -67,7 +65,7 @@ class PolicyNode(LifecycleNode):
         self, policy_factory: Callable[[NodeParameters, Progress], Policy] = make_policy, **kwargs: Any
     ) -> None:
         super().__init__("wam_policy", **kwargs)
-        self.lifecycle, self.refused = "unconfigured", ""
+        self.lifecycle, self.refused, self._closed = "unconfigured", "", False
         self._policy_factory = policy_factory
         self._parts: _Parts | None = None
         self._old_worker: InferenceWorker | None = None
@@ -108,7 +106,12 @@ class PolicyNode(LifecycleNode):
             )
         self._old_worker = None
         params = parameters.read(self)
-        self._parts = self._build(params)
+        with ExitStack() as entities:
+            try:
+                self._parts = self._build(params, entities)
+            except NameValidationException as error:
+                raise ConfigError(f"a topic name is not valid: {error}") from error
+            self._parts.entities = entities.pop_all()
         self._parts.worker.start()
         return super().on_configure(state)
 
@@ -152,9 +155,11 @@ class PolicyNode(LifecycleNode):
         worker = self._parts.worker if self._parts else self._old_worker
         if self.lifecycle != "finalized":
             self.trigger_shutdown()
+        self._closed = True
         return worker is None or worker.stop(timeout_s)
 
-    def _build(self, params: NodeParameters) -> _Parts:
+    def _build(self, params: NodeParameters, entities: ExitStack) -> _Parts:
+        """Everything of one configuration. What has to be destroyed later is put on ``entities`` as it is created."""
         expected = spec_of(get_embodiment(params.embodiment), weights="")
         check_rate(params, expected)
         joints = JointMap.build(
@@ -167,12 +172,12 @@ class PolicyNode(LifecycleNode):
         )
         inputs = Inputs(params, expected, joints, clock=self.now, warn=lambda line: self._log("warn", line))
         publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
+        entities.callback(self.destroy_lifecycle_publisher, publisher)
         output = TrajectoryOutput(publisher, joints.command_names, with_velocities=params.control_publish_velocities)
         video = VideoOutput(self)
+        entities.callback(video.destroy)
         worker = InferenceWorker(
-            lambda progress: self._policy_factory(params, progress),
-            notify=self._wake,
-            after_step=video.after_step,
+            lambda progress: self._policy_factory(params, progress), notify=self._wake, after_step=video.after_step
         )
         control = ControlLoop(
             params,
@@ -185,21 +190,15 @@ class PolicyNode(LifecycleNode):
             changed=self.publish_state,
             log=self._log,
         )
+        inputs.subscribe(self, entities)
+        prompt = self.create_subscription(String, "~/prompt", self._on_prompt, latched_qos())
+        entities.callback(self.destroy_subscription, prompt)
+        reset = self.create_service(Trigger, "~/reset", self._on_reset)
+        entities.callback(self.destroy_service, reset)
         period_s = 1.0 / expected.control_rate_hz
-        return _Parts(
-            params=params,
-            expected=expected,
-            worker=worker,
-            control=control,
-            output=publisher,
-            video=video,
-            subscriptions=[
-                *inputs.subscribe(self),
-                self.create_subscription(String, "~/prompt", self._on_prompt, latched_qos()),
-            ],
-            services=[self.create_service(Trigger, "~/reset", self._on_reset)],
-            timers=[self.create_timer(period_s, lambda: self._safely(control.on_tick), clock=steady_clock())],
-        )
+        tick = self.create_timer(period_s, lambda: self._safely(control.on_tick), clock=steady_clock())
+        entities.callback(self.destroy_timer, tick)
+        return _Parts(params, expected, worker, control, entities)
 
     def _release(self, timeout_s: float) -> None:
         parts, self._parts = self._parts, None
@@ -211,14 +210,7 @@ class PolicyNode(LifecycleNode):
             self.get_logger().error(
                 f"the worker thread did not stop within {timeout_s} s; configure is refused until it does"
             )
-        for timer in parts.timers:
-            self.destroy_timer(timer)
-        for subscription in parts.subscriptions:
-            self.destroy_subscription(subscription)
-        for service in parts.services:
-            self.destroy_service(service)
-        parts.video.destroy()
-        self.destroy_lifecycle_publisher(parts.output)
+        parts.entities.close()
 
     def _need_parts(self) -> _Parts:
         if self._parts is None:
@@ -227,6 +219,8 @@ class PolicyNode(LifecycleNode):
 
     def _wake(self) -> None:
         """Called in the worker thread: run ``_on_worker`` on the executor."""
+        if self._closed:
+            return
         if self._guard is not None:
             self._guard.trigger()
         elif self.executor is not None:
