@@ -94,6 +94,7 @@ class ClipRobot(Node):
         self._start_s = time.monotonic()
         self._last_s: float | None = None
         self._state: dict[str, Any] = {}
+        self._untold: tuple[float, float | None, np.ndarray, str] | None = None
         topics = options.camera_topics or [f"{c.topic}/image_raw" for c in cameras]
         if len(topics) != len(cameras):
             raise ValueError(f"{len(topics)} camera topics for {len(cameras)} cameras")
@@ -160,11 +161,20 @@ class ClipRobot(Node):
         interval_s = None if self._last_s is None else now_s - self._last_s
         self._last_s, self.received = now_s, self.received + 1
         kind = "  (hold)" if len(positions) == 1 else ""
-        self._say(describe_chunk(now_s, interval_s, self._state, positions) + kind)
+        self._tell_chunk()
+        self._untold = (now_s, interval_s, positions, kind)
+
+    def _tell_chunk(self) -> None:
+        """Print the last trajectory, once the node has said in ~/state how long its step took."""
+        if self._untold is not None:
+            now_s, interval_s, positions, kind = self._untold
+            self._say(describe_chunk(now_s, interval_s, self._state, positions) + kind)
+            self._untold = None
 
     def _on_state(self, msg: String) -> None:
         state = json.loads(msg.data)
         old, self._state = self._state, state
+        self._tell_chunk()
         loading = state.get("loading") or {}
         self.node_active = state.get("lifecycle") == "active"
         self.node_failed = str(state.get("refused") or (loading.get("phase") == "failed" and loading["message"]) or "")

@@ -238,6 +238,7 @@ class ControlLoop:
         self.counters["chunks"] += 1
         self._plan_next(now.ros_ns + round((run.time_from_start_s[0] - (skipped + 1) * dt_s) * 1e9))
         self._say(Substate.RUNNING, "")
+        self._changed()
 
     def _plan_next(self, origin_ns: int) -> None:
         assert self._spec is not None
