@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ _EXTRAS = {"torch": "engine", "safetensors": "engine", "ftfy": "engine", "tokeni
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. Errors of the package are printed as one message, without a traceback."""
+    # Before torch loads its thread pool: pools that spin while they wait are useless on a host that does anything else.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="wam", description="DreamZero on a robot: tools of wam_policy_ros.")
     parser.add_argument("--version", action="version", version=f"wam_policy_ros {__version__}")
