@@ -22,7 +22,7 @@ TEXT_LEN = 768
 def config_json(**dit: Any) -> dict[str, Any]:
     """The published ``config.json`` (DreamZero spec 6.3) with tiny numbers; ``dit`` changes ``diffusion_model_cfg``.
 
-    The mosaic is resized to 32x64: latents of 4x8, 8 tokens per frame.
+    The mosaic is resized to 16x32: latents of 2x4, 2 tokens per frame.
     """
     modules = "groot.vla.model.dreamzero.modules"
     return {
@@ -44,10 +44,10 @@ def config_json(**dit: Any) -> dict[str, Any]:
                 "num_timestep_buckets": 1000, "decouple_video_action_noise": False,
                 "decouple_inference_noise": False, "video_inference_final_noise": 0.8,
                 "action_loss_embodiment_ids": [26, 17], "tune_projector": True, "tune_diffusion_model": True,
-                "target_video_height": 32, "target_video_width": 64,
+                "target_video_height": 16, "target_video_width": 32,
                 "diffusion_model_cfg": {
                     "_target_": f"{modules}.wan_video_dit_action_casual_chunk.CausalWanModel",
-                    "diffusion_model_pretrained_path": "/nowhere", "model_type": "i2v", "frame_seqlen": 8,
+                    "diffusion_model_pretrained_path": "/nowhere", "model_type": "i2v", "frame_seqlen": 2,
                     "dim": 32, "in_dim": 36, "ffn_dim": 48, "out_dim": 16, "freq_dim": 16, "eps": 1e-06,
                     "num_heads": 2, "num_layers": 2, "max_chunk_size": 4, "num_frame_per_block": 2,
                     "num_action_per_block": 24, "num_state_per_block": 1, "hidden_size": 16, "text_len": TEXT_LEN,
@@ -62,7 +62,8 @@ def config_json(**dit: Any) -> dict[str, Any]:
                     "image_encoder_pretrained_path": "/nowhere", "vision_dim": 20, "vision_heads": 2,
                     "vision_layers": 2, "embed_dim": 16,
                 },
-                "vae_cfg": {"_target_": f"{modules}.wan_video_vae.WanVideoVAE", "vae_pretrained_path": None, "dim": 4},
+                "vae_cfg": {"_target_": f"{modules}.wan_video_vae.WanVideoVAE", "vae_pretrained_path": None, "dim": 4,
+                            "num_res_blocks": 1},
             },
         },
     }  # fmt: skip

@@ -71,7 +71,7 @@ def test_values_reach_their_place():
     assert config.dit.local_attn_size == 7 and config.dit.num_state_per_block == 2
     assert config.dit.text_len == config.text.text_len == TEXT_LEN
     assert config.dit.text_dim == 16 and config.dit.clip_dim == 20
-    assert config.target_video_hw == (32, 64)
+    assert config.target_video_hw == (16, 32)
 
 
 def test_absent_target_size_means_no_resize():
