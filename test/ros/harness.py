@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import cv2
 import numpy as np
 from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.parameter import Parameter
-from sensor_msgs.msg import Image, JointState
+from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
 from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory
@@ -75,8 +76,9 @@ class Spinner:
 class Robot(Node):
     """Three cameras at 15 Hz with one stamp, joint states at 60 Hz in shuffled order between foreign joints."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, *, compressed: bool = False) -> None:
         super().__init__("robot", namespace=namespace)
+        self.compressed = compressed
         self.on = {**dict.fromkeys(CAMERAS, True), "joints": True}
         self.positions = list(HOME)
         self.sent = 0
@@ -85,7 +87,12 @@ class Robot(Node):
         self.images: dict[str, list[Image]] = {"observed": [], "predicted_video": []}
         self._order = np.random.default_rng(7).permutation(8)
         self._cameras = {
-            c.name: self.create_publisher(Image, f"{c.topic}/image_raw", sensor_qos(5)) for c in SPEC.cameras
+            c.name: self.create_publisher(
+                CompressedImage if compressed else Image,
+                f"{c.topic}/image_raw" + "/compressed" * compressed,
+                sensor_qos(5),
+            )
+            for c in SPEC.cameras
         }
         self._joints = self.create_publisher(JointState, "joint_states", 10)
         self._prompt = self.create_publisher(String, "wam_policy/prompt", latched_qos())
@@ -108,7 +115,11 @@ class Robot(Node):
         for i, (name, publisher) in enumerate(self._cameras.items()):
             if self.on[name]:
                 image = np.full((180, 320, 3), (self.sent * 3 + i) % 256, np.uint8)
-                publisher.publish(rgb_to_image(image, stamp_ns=stamp_ns))
+                msg = rgb_to_image(image, stamp_ns=stamp_ns)
+                if self.compressed:
+                    png = cv2.imencode(".png", image)[1].tobytes()
+                    msg = CompressedImage(header=msg.header, format="png", data=png)
+                publisher.publish(msg)
 
     def _send_joints(self) -> None:
         if self.on["joints"]:
@@ -161,7 +172,7 @@ class System:
         }
         overrides = [Parameter(k, value=v) for k, v in values.items()]
         self.node = PolicyNode(factory, namespace=namespace, parameter_overrides=overrides)
-        self.robot = Robot(namespace)
+        self.robot = Robot(namespace, compressed=params.get("image.compressed", False))
         self.spinners = [Spinner(self.node), Spinner(self.robot)]
 
     def on_node(self, function: Callable[[], Any]) -> Any:

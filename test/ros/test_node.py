@@ -161,6 +161,14 @@ def test_an_engine_error_latches_and_names_the_cause(make: Make) -> None:
     assert not system.robot.trajectories
 
 
+def test_compressed_cameras(make: Make) -> None:
+    policy = ScriptedPolicy(ramp)
+    system = make(policy, **{"image.compressed": True})
+    wait_for(system.robot.plans)
+    pixels = [policy.sessions[1].seen[0].frames[c][0, 0, 0, 0] for c in CAMERAS]
+    assert np.diff(pixels).tolist() == [1, 1], "each camera its own picture of the same moment"
+
+
 def test_a_slow_policy_does_not_block_callbacks(make: Make) -> None:
     system = make(ScriptedPolicy(ramp, latency_s=0.6))
     wait_for(system.robot.plans)

@@ -80,7 +80,7 @@ def velocities(
     Returns:
         ``[M, D]``, unit of the rows per second.
     """
-    out = np.zeros_like(rows, dtype=np.float64)
+    count = len(rows)
     if before is not None:
         rows = np.concatenate([before[0][None], rows])
         times_s = np.concatenate([[before[1]], times_s])
@@ -89,9 +89,7 @@ def velocities(
         slope[0] = (rows[1] - rows[0]) / (times_s[1] - times_s[0])
     if len(rows) > 2:
         slope[1:-1] = (rows[2:] - rows[:-2]) / (times_s[2:] - times_s[:-2])[:, None]
-    slope[-1] = 0.0
-    out[:] = slope[-len(out) :]
-    return out
+    return slope[-count:]
 
 
 def stops_between_chunks(*, latency_s: float | None, horizon: int, dt_s: float, min_lead_s: float) -> bool:
