@@ -58,7 +58,7 @@ setup(
     entry_points={
         "console_scripts": [
             "wam = wam_policy_ros.tools.main:main",
-            "wam_policy = wam_policy_ros.ros.policy_node:main",
+            "wam_policy = wam_policy_ros.ros.main:main",
             "wam_clip_robot = wam_policy_ros.ros.clip_robot:main",
         ],
     },

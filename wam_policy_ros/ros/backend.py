@@ -15,7 +15,7 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
     """Build the configured policy. Takes minutes for a large checkpoint; called in the worker thread.
 
     Args:
-        params: ``backend``, ``embodiment``, ``checkpoint``, ``random_weights``, ``tokenizer``, ``device``.
+        params: what to build (``backend``, ``embodiment``, ``checkpoint``, ...) and how to run it (``engine.*``).
         progress: called with a line and a fraction 0 to 1; may raise ``Cancelled`` to give up.
 
     Raises:
@@ -27,6 +27,7 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
     try:
         # Imported here: torch takes seconds, and a dry run or a test with a fake policy needs none of it.
         from wam_policy_ros.engine.build import build_policy
+        from wam_policy_ros.engine.config import EngineConfig
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package == "wam_policy_ros":
@@ -38,5 +39,14 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
         random_weights=params.random_weights or None,
         tokenizer=params.tokenizer or None,
         device=params.device,
+        config=EngineConfig.from_dict(
+            {
+                "schedule": params.engine_schedule,
+                "evaluations": params.engine_evaluations,
+                "guidance_scale": params.engine_guidance_scale,
+                "seed": params.engine_seed,
+                "dtype": params.engine_dtype,
+            }
+        ),
         progress=progress,
     )

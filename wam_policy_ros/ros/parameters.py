@@ -52,6 +52,26 @@ class NodeParameters:
     autostart: bool = _p(True, "autostart", "configure at start, activate as soon as the policy is ready")
     executor: str = _p("single", "executor", "rclpy executor", choices=("single", "events"))
 
+    engine_schedule: str = _p(
+        "static",
+        "engine.schedule",
+        "which solver steps evaluate the network; static as upstream ships it, full: all 16",
+        choices=("static", "dynamic", "full"),
+    )
+    engine_evaluations: int = _p(
+        8, "engine.evaluations", "evaluations of the static schedule: 5, 6, 7, 8 or 16", unit="of 16", low=5, high=16
+    )
+    engine_guidance_scale: float = _p(
+        5.0, "engine.guidance_scale", "guidance on the video; 1 leaves the second branch out", low=0.0, high=100.0
+    )
+    engine_seed: int = _p(1140, "engine.seed", "of the noise, the same in every call as upstream", low=0, high=2**31)
+    engine_dtype: str = _p(
+        "auto",
+        "engine.dtype",
+        "bfloat16 as published; auto: float32 on a CPU",
+        choices=("auto", "bfloat16", "float32"),
+    )
+
     cameras_topics: tuple[str, ...] = _p(
         (), "cameras.topics", "image topics in the embodiment's camera order; empty: <suggested name>/image_raw"
     )

@@ -304,10 +304,3 @@ class PolicyNode(LifecycleNode):
         if not out["reason"] and self.lifecycle != "active":
             out["reason"] = self.refused or f"{status.phase.value}: {status.message}"
         return out
-
-
-def main() -> int:
-    """The same as ``main.main``, which checks for ROS before anything of it is imported."""
-    from .main import main as run
-
-    return run()

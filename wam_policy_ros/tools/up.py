@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    command = [sys.executable, "-m", "wam_policy_ros.ros.policy_node", *ros_arguments(args)]
+    command = [sys.executable, "-m", "wam_policy_ros.ros.main", *ros_arguments(args)]
     print("starting:", " ".join(command[1:]), file=sys.stderr, flush=True)
     # The node replaces this process, so that signals and the exit status are its own.
     os.execv(sys.executable, command)
