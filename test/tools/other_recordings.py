@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +96,8 @@ class Maker:
     def _save(self, name: str, tensors: dict[str, Tensor], **metadata: Any) -> None:
         """Floating tensors as float32; metadata as JSON strings, as the recordings have it."""
         stored = {k: (v.float() if v.is_floating_point() else v).clone().contiguous() for k, v in tensors.items()}
-        save_file(
-            stored, self.folder / name, {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
-        )
+        header = {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
+        save_file(stored, self.folder / name, header)
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.g).double()
@@ -233,7 +231,7 @@ class Maker:
                 "kv_first_layer_neg": torch.stack(state.uncond.past()[0]),
             }  # fmt: skip
             for name, value in seen.items():
-                (trace if "step" in name.split(".")[0] else recorded)[key + name] = value
+                (trace if name.startswith(("step", "after_step")) else recorded)[key + name] = value
         return recorded, trace
 
     # -- encoders, solver, robot -----------------------------------------------------------------------------
@@ -248,7 +246,8 @@ class Maker:
         relative = torch.arange(length)[None] - torch.arange(length)[:, None]
         buckets = relative_position_bucket(relative, text.config.num_buckets)
         t5 = {f"w.{k}": v for k, v in weights["text_encoder."].items()}
-        t5 |= {"in.ids0": ids, "in.mask0": mask, "out.hidden0": hidden, "out.encode_prompt0": zero_padding(hidden, mask),
+        t5 |= {"in.ids0": ids, "in.mask0": mask,
+               "out.hidden0": hidden, "out.encode_prompt0": zero_padding(hidden, mask),
                "out.pos_bias_block0": text.blocks[0].pos_embedding(buckets), "const.rel_pos": relative,
                "const.rel_pos_bucket": buckets}  # fmt: skip
         self._save("t5.safetensors", t5, config=self.size["text"] | {"text_len": length, "num_buckets": 32})
@@ -314,9 +313,10 @@ class Maker:
             normalised = rng.normal(size=(9, 20)).astype(np.float32)
             rows = torch.from_numpy(decode_actions(normalised, page.action, statistics, state))
             ids, mask = tokenizer([text])
+            vector = torch.from_numpy(encode_state(state, page.state, statistics, 30))
             key, at = f"case{i}.", 0
             data |= {key + "model_in.text": ids, key + "model_in.text_attention_mask": mask,
-                     key + "model_in.state": torch.from_numpy(encode_state(state, page.state, statistics, 30))[None, None],
+                     key + "model_in.state": vector[None, None],
                      key + "in.action_pred_normalised_bf16_as_f32": torch.from_numpy(normalised)[None],
                      key + "model_in.embodiment_id": torch.tensor([32])}  # fmt: skip
             for f in page.action:
@@ -341,10 +341,8 @@ _SHORT = {
 
 
 def _trajectory(sigmas: Tensor, flows: Tensor, x: Tensor) -> Tensor:
-    solver: UniPC = UniPC(sigmas)
-    step: Callable[[Tensor, Tensor], Tensor] = solver.step
-    out = []
+    solver, out = UniPC(sigmas), []
     for flow in flows:
-        x = step(flow, x)
+        x = solver.step(flow, x)
         out.append(x)
     return torch.stack(out)

@@ -54,8 +54,8 @@ def test_the_recordings_pass(tmp_path, capsys):
     status, lines, _ = _run(tmp_path / "g", capsys, "--json", str(tmp_path / "table.json"))
     assert status == 0 and not any("MISS" in line for line in lines)
     records = json.loads((tmp_path / "table.json").read_text())
-    assert {r["file"] for r in records} >= {*QUICK[1:], "t5.safetensors", "clip.safetensors", "vae_io.safetensors",
-                                            "data.json", "data.safetensors", "data_images.safetensors", "msgpack/*"}  # fmt: skip
+    others = {"t5.safetensors", "clip.safetensors", "vae_io.safetensors", "data.json", "data.safetensors"}
+    assert {r["file"] for r in records} >= {*QUICK[1:], *others, "data_images.safetensors", "msgpack/*"}
     assert all(r["ok"] and r["tensors"] > 0 for r in records)
     assert f"{len(records)} of {len(records)} comparisons" in lines[-1]
 
@@ -191,6 +191,7 @@ def test_no_size_is_assumed(tmp_path, size):
     by_name = {(r.file, r.what.split()[0]): r for r in rows}
     assert by_name["e2e_mask8.safetensors", "action"].tensors == 2 * len(SIZES[size]["plan"])
     assert by_name["e2e_mask8_trace.safetensors", "every"].tensors > 100
+    assert by_name["e2e_full16.safetensors", "evaluated"].tensors == 6
     assert by_name["dit_kv.safetensors", "K/V"].tensors == 6
     assert {f"e2e_{v}.safetensors" for v in ("full16", "mask6", "mask5_decoupled")} <= {r.file for r in rows}
     # float32 against float64, not a comparison of a thing with itself.
