@@ -154,16 +154,18 @@ def find_tokenizer_folder(checkpoint: Path | str | None = None, given: Path | st
     """The folder with tokenizer files.
 
     Args:
-        checkpoint: checkpoint folder; its subfolders ``umt5-xxl``, ``google/umt5-xxl`` and ``tokenizer`` are tried.
-        given: the folder a person named; when given, nothing else but the same subfolders of it is tried.
+        checkpoint: checkpoint folder; it and its subfolders ``umt5-xxl``, ``google/umt5-xxl`` and ``tokenizer`` are
+            tried.
+        given: the file or folder a person named; when given, only it and the same subfolders of it are tried.
 
     Raises:
         TokenizerFileError: none found; ``problems`` lists the places looked at.
     """
-    if given is not None:
-        places = [Path(given), *(Path(given) / s for s in SUBFOLDERS)]
-    else:
-        places = [Path(checkpoint) / s for s in SUBFOLDERS] if checkpoint is not None else []
+    named = given if given is not None else checkpoint
+    root = Path(named).expanduser() if named is not None else None
+    if root is not None and root.name in (_FAST, _SLOW):
+        root = root.parent
+    places = [root, *(root / s for s in SUBFOLDERS)] if root is not None else []
     for place in places:
         if any((place / name).is_file() for name in (_FAST, _SLOW)):
             return place

@@ -10,22 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wam_policy_ros.contract.embodiments import ALL
 from wam_policy_ros.contract.errors import CheckpointError, WamError
-from wam_policy_ros.engine.build import describe_robot
-from wam_policy_ros.model.checkpoint import CheckpointFolder, check_weights, read_folder
+from wam_policy_ros.engine.survey import Robot, Survey, fault_lines, survey
+from wam_policy_ros.model.checkpoint import CheckpointFolder, read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
-from wam_policy_ros.model.errors import CheckpointFileError, ModelError
+from wam_policy_ros.model.errors import CheckpointFileError
 from wam_policy_ros.model.key_maps import COMPONENTS
-from wam_policy_ros.model.tokenizer import find_tokenizer_folder
+from wam_policy_ros.model.tokenizer import UMT5Tokenizer
 
 MAX_PROBLEMS_SHOWN = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="folder with config.json")
-    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json, if it is not in the checkpoint")
+    parser.add_argument("--embodiment", help="the robot it must fit; default: any of the folder's")
+    parser.add_argument("--tokenizer", help="tokenizer.json or its folder, if it is not in the checkpoint")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -34,40 +34,29 @@ def run(args: argparse.Namespace) -> int:
         folder = read_folder(args.checkpoint)
     except CheckpointFileError as error:
         raise CheckpointError(error.what, problems=error.problems, remedy=error.remedy) from error
-    report = describe(folder, args.tokenizer)
+    report = describe(survey(folder, embodiment=args.embodiment, tokenizer=args.tokenizer))
     if args.json:
         print(json.dumps(report, indent=1))
     else:
         _print(report)
     complete = not report["problems"]
-    print("complete: it can be loaded" if complete else f"{len(report['problems'])} problem(s): it will be refused",
-          file=sys.stderr if args.json else sys.stdout)  # fmt: skip
+    verdict = "complete: it can be loaded" if complete else f"{len(report['problems'])} problem(s): it will be refused"
+    print(verdict, file=sys.stderr if args.json else sys.stdout)
     return 0 if complete else 1
 
 
-def describe(folder: CheckpointFolder, tokenizer: Path | None = None) -> dict[str, Any]:
+def describe(found: Survey) -> dict[str, Any]:
     """Everything ``wam inspect`` says, JSON-serialisable. ``problems`` is empty when the folder can be loaded."""
-    problems: list[str] = []
-    config: DreamZeroConfig | None = None
-    report: dict[str, Any] = {"path": str(folder.path)}
-    try:
-        config = folder.config
-    except ModelError as error:
-        problems += [f"config.json: {error}", *folder.problems]
-    if config is not None:
-        network = DreamZero.on_meta(config)
-        expected = {name: tuple(p.shape) for name, p in network.state_dict().items()}
-        problems += check_weights(folder)
-        report["network"] = _network(config, expected)
-    report["files"] = _files(folder)
-    report["embodiments"], robot_problems = _embodiments(folder)
-    problems += robot_problems
-    try:
-        report["tokenizer"] = str(find_tokenizer_folder(folder.path, tokenizer))
-    except CheckpointFileError as error:
-        report["tokenizer"] = None
-        problems.append(f"{error.what}: {'; '.join(error.problems)}")
-    report["problems"] = problems
+    report: dict[str, Any] = {"path": str(found.folder.path)}
+    if found.config is not None:
+        network = DreamZero.on_meta(found.config)
+        report["network"] = _network(found.config, {n: tuple(p.shape) for n, p in network.state_dict().items()})
+    report["files"] = _files(found.folder)
+    report["embodiments"] = {tag: _robot(robot) for tag, robot in found.robots.items()}
+    report["tokenizer"] = None
+    if isinstance(found.tokenizer, UMT5Tokenizer):
+        report["tokenizer"] = f"fits, {found.tokenizer.max_length} tokens"
+    report["problems"] = [line for fault in found.faults() for line in fault_lines(fault)]
     return report
 
 
@@ -111,36 +100,20 @@ def _files(folder: CheckpointFolder) -> dict[str, Any]:
     }
 
 
-def _embodiments(folder: CheckpointFolder) -> tuple[dict[str, Any], list[str]]:
-    """Every embodiment of metadata.json; at least one must be usable."""
-    out: dict[str, Any] = {}
-    if folder.metadata is None:
-        return out, ["experiment_cfg/metadata.json is missing: no normalisation statistics"]
-    pages = {e.tag for e in ALL}
-    for tag in folder.metadata:
-        if tag not in pages:
-            out[tag] = {"usable": False, "why": "no embodiment page for this tag"}
-            continue
-        try:
-            robot, _ = describe_robot(folder, tag)
-        except (WamError, ModelError) as error:
-            out[tag] = {"usable": False, "why": str(error)}
-            continue
-        out[tag] = {
-            "usable": True,
-            "cameras": {c.name: f"{c.width}x{c.height}" for c in robot.cameras},
-            "state": {f.name: f"{f.dim} {f.unit}" for f in robot.state},
-            "action": {f.name: f"{f.dim} {f.unit}{' relative' if f.relative else ''}" for f in robot.action},
-            "control_rate_hz": robot.control_rate_hz,
-            "horizon": robot.horizon,
-            "statistics": "q01, q99 complete",
-        }
-    usable = [t for t, e in out.items() if e["usable"]]
-    if usable:
-        return out, []
-    return out, [f"no usable embodiment in metadata.json (found {sorted(out)}, known {sorted(pages)})"] + [
-        f"embodiment {tag}: {entry['why']}" for tag, entry in out.items()
-    ]
+def _robot(found: Robot | WamError) -> dict[str, Any]:
+    if isinstance(found, WamError):
+        return {"usable": False, "why": str(found)}
+    robot, _ = found
+    return {
+        "usable": True,
+        "cameras": {c.name: f"{c.width}x{c.height}" for c in robot.cameras},
+        "view": f"{robot.view_width}x{robot.view_height}, crop {robot.crop_scale:g}",
+        "state": {f.name: f"{f.dim} {f.unit}" for f in robot.state},
+        "action": {f.name: f"{f.dim} {f.unit}{' relative' if f.relative else ''}" for f in robot.action},
+        "control_rate_hz": robot.control_rate_hz,
+        "horizon": robot.horizon,
+        "statistics": "q01, q99 complete",
+    }
 
 
 def _print(report: dict[str, Any]) -> None:
