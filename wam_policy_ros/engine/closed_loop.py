@@ -15,7 +15,7 @@ from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import EngineConfig
-from .encode import PromptEncoder, encode_first_frame, expand_observation
+from .encode import Prompt, PromptEncoder, encode_first_frame, expand_observation
 from .kv_cache import KVWindow
 from .preprocess import to_model_video
 from .sampler import Noise, Probe, denoise, draw_noise, prefill
@@ -89,50 +89,26 @@ def closed_loop_step(
     block = cfg.dit.num_frame_per_block
     timer = timer or StageTimer(network.device)
     frames = inputs.images.shape[1]
-
     with timer.stage("text"):
         prompt = prompts(inputs.ids, inputs.mask)
         negative = prompts(inputs.negative_ids, inputs.negative_mask)
-    if probe is not None:
-        probe("prompt_emb0", prompt.embedding)
-        probe("prompt_emb1", negative.embedding)
+    _report(probe, prompt_emb0=prompt.embedding, prompt_emb1=negative.embedding)
 
-    reason = reset_reason(state, inputs.ids, frames, cfg.dit.local_attn_size)
-    video = to_model_video(inputs.images.to(network.device), network.dtype, cfg.target_video_hw)
     guided = config.guidance_scale != 1.0
-    if reason is None and (state.uncond is not None) == guided:
+    reason = reset_reason(state, inputs.ids, frames, cfg.dit.local_attn_size)
+    if reason is None and (state.uncond is not None) != guided:
+        reason = ResetReason.FIRST_CALL
+    video = to_model_video(inputs.images.to(network.device), network.dtype, cfg.target_video_hw)
+    if reason is None:
         # The ids are those of the last call; the mask need not be.
         draft = replace(state.forked(), prompt=prompt, negative=negative if guided else None)
         with timer.stage("vae_encode"):
-            clip = expand_observation(video, block)
-            encoded = network.vae.encode(clip)
-        if probe is not None:
-            probe("vae_encode0.in_frames", torch.tensor(clip.shape[2]))
-            probe("vae_encode0.out", encoded)
-        latents, start = encoded[:, :, -block:], state.current_start_frame - block
+            latents = _observe(network, video, probe)
+        start = state.current_start_frame - block
     else:
-        reason = reason or ResetReason.FIRST_CALL
         with timer.stage("first_frame"):
-            # With 4 (or 9) frames the window restarts from the newest, otherwise from the first (spec 3.3 b).
-            pick = frames - 1 if frames in (4, 9) else 0
-            first = encode_first_frame(network, video[:, :, pick : pick + 1])
-            image_kv = network.model.image_kv(first.clip_features)
-        if probe is not None:
-            probe("vae_encode0.in_frames", torch.tensor(cfg.num_frames))
-            probe("vae_encode0.out", first.ys[:, 4:])
-            probe("ys", first.ys)
-            probe("clip_feas", first.clip_features)
-        draft = WindowState(
-            current_start_frame=0,
-            prompt=prompt,
-            negative=negative if guided else None,
-            clip_features=first.clip_features,
-            ys=first.ys,
-            image_kv=image_kv,
-            cond=_fresh_window(network, state.cond, reason),
-            uncond=_fresh_window(network, state.uncond, reason) if guided else None,
-        )
-        latents, start = first.latent, 0
+            draft, latents = _restart(network, state, video, prompt, negative if guided else None, reason, probe)
+        start = 0
 
     with timer.stage("prefill"):
         prefill(network, draft, latents, start, probe)
@@ -140,12 +116,8 @@ def closed_loop_step(
         draft = replace(draft, current_start_frame=1)
     if noise is None:
         batch, z, _, height, width = latents.shape
-        noise = draw_noise(
-            config.seed,
-            (batch, z, block, height, width),
-            (batch, cfg.action_horizon, cfg.dit.action_dim),
-            network,
-        )
+        action_shape = (batch, cfg.action_horizon, cfg.dit.action_dim)
+        noise = draw_noise(config.seed, (batch, z, block, height, width), action_shape, network)
     with timer.stage("denoise"):
         predicted, action, evaluated = denoise(
             network, config, draft, noise, inputs.proprio, cancelled=cancelled, probe=probe
@@ -153,6 +125,57 @@ def closed_loop_step(
     result = torch.cat([latents, predicted], dim=2) if reason is not None else predicted
     new_state = replace(draft, current_start_frame=draft.current_start_frame + block)
     return StepResult(new_state, action, result, latents[:, :, -1:], reason, evaluated)
+
+
+def _observe(network: DreamZero, video: Tensor, probe: Probe | None) -> Tensor:
+    """Latents of the observed block ``[B, z, block, h, w]``; the VAE starts afresh in every call (spec 3.3 d)."""
+    block = network.config.dit.num_frame_per_block
+    clip = expand_observation(video, block)
+    encoded = network.vae.encode(clip)
+    _report(probe, **{"vae_encode0.in_frames": torch.tensor(clip.shape[2]), "vae_encode0.out": encoded})
+    return encoded[:, :, -block:]
+
+
+def _restart(
+    network: DreamZero,
+    state: WindowState,
+    video: Tensor,
+    prompt: Prompt,
+    negative: Prompt | None,
+    reason: ResetReason,
+    probe: Probe | None,
+) -> tuple[WindowState, Tensor]:
+    """An empty window conditioned on one frame, and the latent of that frame ``[B, z, 1, h, w]``."""
+    # With 4 (or 9) frames the window restarts from the newest, otherwise from the first (spec 3.3 b).
+    frames = video.shape[2]
+    pick = frames - 1 if frames in (4, 9) else 0
+    first = encode_first_frame(network, video[:, :, pick : pick + 1])
+    _report(
+        probe,
+        **{
+            "vae_encode0.in_frames": torch.tensor(network.config.num_frames),
+            "vae_encode0.out": first.ys[:, 4:],
+            "ys": first.ys,
+            "clip_feas": first.clip_features,
+        },
+    )
+    draft = WindowState(
+        current_start_frame=0,
+        prompt=prompt,
+        negative=negative,
+        clip_features=first.clip_features,
+        ys=first.ys,
+        image_kv=network.model.image_kv(first.clip_features),
+        cond=_fresh_window(network, state.cond, reason),
+        uncond=_fresh_window(network, state.uncond, reason) if negative is not None else None,
+    )
+    return draft, first.latent
+
+
+def _report(probe: Probe | None, **values: Tensor) -> None:
+    if probe is not None:
+        for name, value in values.items():
+            probe(name, value)
 
 
 def _fresh_window(network: DreamZero, old: KVWindow | None, reason: ResetReason) -> KVWindow:

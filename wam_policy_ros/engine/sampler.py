@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from wam_policy_ros.contract.errors import Cancelled
+from wam_policy_ros.model.attention import KV, CrossKV
+from wam_policy_ros.model.dit import DiTOutput
 from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.rope import Rotary
 
 from .config import NUM_STEPS, EngineConfig
 from .session import WindowState
@@ -87,8 +90,7 @@ def denoise(
     assert state.ys is not None
     dit, cfg = network.model, network.config
     start = state.current_start_frame
-    batch, _, frames, height, width = noise.video.shape
-    rows = noise.action.shape[1]
+    frames, height, width = noise.video.shape[2:]
     sigmas_action = flow_sigmas(NUM_STEPS, config.sigma_shift)
     sigmas_video = sigmas_action
     if cfg.decouple_inference_noise:
@@ -111,34 +113,19 @@ def denoise(
         if cancelled is not None and cancelled():
             raise Cancelled("step cancelled between two evaluations", got=f"solver step {i} of {NUM_STEPS}")
         if flow_video is None or schedule.should_run(i):
-            t_video = torch.full((batch, frames), times_video[i], device=video.device)
-            t_action = torch.full((batch, rows), times_action[i], device=video.device)
-            time = dit.time_conditioning(t_video, t_action)
-            outputs = [
-                dit(
-                    video.transpose(1, 2),
-                    y,
-                    time,
-                    table,
-                    cross,
-                    past=past,
-                    action=action,
-                    timestep_action=t_action,
-                    state=proprio,
-                )
-                for cross, past in branches
-            ]
+            outputs = _evaluate(network, branches, video, action, y, table, proprio, times_video[i], times_action[i])
             guided = outputs[0].video
             if len(outputs) == 2:
                 guided = outputs[1].video + config.guidance_scale * (outputs[0].video - outputs[1].video)
             # Action: conditional branch alone, no guidance (DreamZero spec 4.5).
             flow_video, flow_action = guided, outputs[0].action
+            assert flow_action is not None  # action tokens went in
             schedule.evaluated(guided)
             evaluated.append(i)
             if probe is not None:
                 for name, out in zip(("cond", "neg"), outputs, strict=False):
                     probe(f"step{i}.video_flow_{name}", out.video)
-                probe(f"step{i}.action_flow_cond", outputs[0].action)
+                probe(f"step{i}.action_flow_cond", flow_action)
         assert flow_video is not None and flow_action is not None  # the first step always evaluates
         video = solver_video.step(flow_video.transpose(1, 2), video)
         action = solver_action.step(flow_action, action)
@@ -146,3 +133,30 @@ def denoise(
             probe(f"after_step{i}.video", video)
             probe(f"after_step{i}.action", action)
     return video.transpose(1, 2), action, evaluated
+
+
+def _evaluate(
+    network: DreamZero,
+    branches: list[tuple[list[CrossKV], list[KV] | None]],
+    video: Tensor,
+    action: Tensor,
+    y: Tensor,
+    table: Rotary,
+    proprio: Tensor,
+    time_video: int,
+    time_action: int,
+) -> list[DiTOutput]:
+    """One network evaluation per guidance branch, the conditional one first.
+
+    Args:
+        video: ``[B, F, z, h, w]``, the solver's layout; action ``[B, N, action_dim]``.
+        time_video, time_action: integer timesteps, the same for all frames and for all rows.
+    """
+    t_video = torch.full(video.shape[:2], time_video, device=video.device)
+    t_action = torch.full(action.shape[:2], time_action, device=video.device)
+    time = network.model.time_conditioning(t_video, t_action)
+    x = video.transpose(1, 2)
+    return [
+        network.model(x, y, time, table, cross, past=past, action=action, timestep_action=t_action, state=proprio)
+        for cross, past in branches
+    ]

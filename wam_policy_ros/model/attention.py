@@ -71,8 +71,9 @@ class SelfAttention(nn.Module):
         v = self.v(x).unflatten(-1, heads)
         new = KV(k[:, :video_tokens], v[:, :video_tokens])
         if past is not None:
-            k = torch.cat([torch.cat([past.k, new.k], 1)[:, -window:], k[:, video_tokens:]], 1)
-            v = torch.cat([torch.cat([past.v, new.v], 1)[:, -window:], v[:, video_tokens:]], 1)
+            first = max(0, past.k.shape[1] + video_tokens - window)
+            k = torch.cat([past.k[:, first:], k], 1)
+            v = torch.cat([past.v[:, first:], v], 1)
         return self.o(attend(q, k, v).flatten(-2)), new
 
 

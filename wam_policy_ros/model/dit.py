@@ -146,20 +146,21 @@ class CausalDiT(nn.Module):
         """
         cfg, device = self.cfg, timestep.device
         frames = timestep.shape[1]
-        counts = [cfg.frame_seqlen] * frames
         parts = [timestep]
         if timestep_action is not None:
             group = cfg.num_action_per_block // cfg.num_state_per_block
             parts += [timestep_action, timestep_action[:, ::group]]
-            counts += [1] * (parts[1].shape[1] + parts[2].shape[1])
         half = cfg.freq_dim // 2
         omega = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
         phase = torch.cat(parts, dim=1).to(torch.float64).unsqueeze(-1) * omega
         sinusoid = torch.cat([phase.cos(), phase.sin()], dim=-1).to(self.patch_embedding.weight.dtype)
         e = self.time_embedding(sinusoid)
         e6 = self.time_projection(e).unflatten(-1, (6, cfg.dim))
-        token_of = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
-        return TimeConditioning(e[:, token_of], e6[:, token_of])
+
+        def per_token(x: Tensor) -> Tensor:
+            return torch.cat([x[:, :frames].repeat_interleave(cfg.frame_seqlen, dim=1), x[:, frames:]], dim=1)
+
+        return TimeConditioning(per_token(e), per_token(e6))
 
     # -- one forward -------------------------------------------------------------------------------------------
 
