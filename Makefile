@@ -4,7 +4,7 @@
 #   make test        lint, types and all tests
 #   make venv        only the virtual environment (idempotent)
 #
-# Machines with a sourced ROS 2: `make demo ROS=` uses that rclpy instead of the PyPI wheels.
+# Machines with a sourced ROS 2: `make demo ROS=` uses its rclpy, NumPy and OpenCV instead of the PyPI wheels.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,17 +17,20 @@ TOKENIZER ?=
 REPORT ?= demo_report
 
 comma := ,
-EXTRAS := dev,demo,serve$(if $(ROS),$(comma)$(ROS))
+EXTRAS := dev$(if $(ROS),$(comma)demo$(comma)$(ROS))
 ifeq ($(ROS),)
+  # The distribution's NumPy and OpenCV are what its message packages were compiled against: they stay as they are.
   VENV_FLAGS := --system-site-packages
+  PINS := $(VENV)/ros-constraints.txt
   RUN :=
 else
   # The wheels bring their own libraries; a half-sourced ROS environment would mix two installations.
+  PINS := constraints.txt
   RUN := env -u LD_LIBRARY_PATH -u PYTHONPATH -u AMENT_PREFIX_PATH -u CMAKE_PREFIX_PATH -u RMW_IMPLEMENTATION \
 	-u ROS_DOMAIN_ID -u _ROS_WHEELS_BOOTSTRAP_COMPLETE
 endif
 
-PIP := $(RUN) $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP := $(RUN) $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
 .PHONY: help venv demo test lint bench clean
 
@@ -38,10 +41,11 @@ venv: $(VENV)/.ready
 
 $(VENV)/.ready: setup.py constraints.txt
 	@echo "[1/4] virtual environment in $(VENV)"
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else \
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v and (v <= (3, 13) or not "$(ROS)") else \
 	  f"Python 3.11, 3.12 or 3.13 is needed, this is {v[0]}.{v[1]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { rm -rf $(VENV); \
 	  echo "python3 -m venv failed; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	@test -n "$(ROS)" || $(PYTHON) -c 'import numpy; print("numpy==" + numpy.__version__)' > $(PINS)
 	@$(PIP) pip setuptools wheel
 	@echo "[2/4] torch (large: a few minutes on a slow line)"
 	@$(PIP) torch

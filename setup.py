@@ -15,7 +15,6 @@ ROS_KILTED = [
     "ros-kilted-trajectory-msgs",
     "ros-kilted-std-msgs",
     "ros-kilted-std-srvs",
-    "ros-kilted-diagnostic-msgs",
     "ros-kilted-lifecycle-msgs",
     "ros-kilted-action-msgs",
     "ros-kilted-rosgraph-msgs",
@@ -25,6 +24,8 @@ ROS_KILTED = [
 
 ENGINE = ["torch>=2.5", "safetensors>=0.4.3", "tokenizers>=0.20", "ftfy>=6.1"]
 SERVE = ["websockets>=13", "msgpack>=1.0.8"]
+# Headless: it needs no X libraries. On a machine with ROS 2 the distribution's python3-opencv is used instead.
+VISION = ["opencv-python-headless>=4.8"]
 REPORT = ["av>=12", "matplotlib>=3.8"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100"]
 
@@ -37,12 +38,13 @@ setup(
     maintainer_email="wam-policy-ros@users.noreply.github.com",
     packages=find_packages(exclude=["test", "test.*"]),
     python_requires=">=3.11",
-    install_requires=["setuptools", "numpy>=1.26", "pyyaml>=6", "opencv-python-headless>=4.8"],
+    install_requires=["setuptools", "numpy>=1.26", "pyyaml>=6"],
     extras_require={
         "engine": ENGINE,
         "serve": SERVE,
-        "demo": ENGINE + REPORT,
-        "ros-kilted": ROS_KILTED,
+        "vision": VISION,
+        "demo": ENGINE + REPORT + VISION,
+        "ros-kilted": ROS_KILTED + VISION,
         "test": TEST,
         "dev": TEST + ENGINE + SERVE + REPORT + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
     },

@@ -403,3 +403,47 @@ def test_random_weights_with_a_named_tokenizer(tmp_path):
     assert type(policy.tokenizer).__name__ == "UMT5Tokenizer"
     with pytest.raises(TokenizerError):
         build_policy(embodiment="oxe_droid", random_weights="tiny", tokenizer=str(tmp_path / "no"), device="cpu")
+
+
+def test_crop_and_view_size_of_conf_yaml_count(folder):
+    def change(conf):
+        conf["transforms"]["oxe_droid"]["transforms"] += [
+            {"_target_": "groot.vla.data.transform.VideoCrop", "scale": 0.9},
+            {"_target_": "groot.vla.data.transform.VideoResize", "height": 96, "width": 160},
+        ]
+
+    _conf(folder, change)
+    robot = _build(folder).embodiment
+    assert (robot.crop_scale, robot.view_height, robot.view_width) == (0.9, 96, 160)
+
+
+@pytest.mark.parametrize("scale", [0, -1, 1.5, "all", True])
+def test_an_impossible_crop_is_refused(folder, no_weights, scale):
+    crop = {"_target_": "VideoCrop", "scale": scale}
+    _conf(folder, lambda conf: conf["transforms"]["oxe_droid"]["transforms"].append(crop))
+    with pytest.raises(CheckpointError, match="scale"):
+        _build(folder)
+
+
+def test_transforms_are_also_found_in_the_copy_of_the_data_set(folder):
+    def change(conf):
+        conf["train_dataset"] = {"all_transforms": conf.pop("transforms")}
+        concat = conf["train_dataset"]["all_transforms"]["oxe_droid"]["transforms"][-1]
+        concat["state_concat_order"].reverse()
+
+    _conf(folder, change)
+    assert [f.name for f in _build(folder).spec.state] == ["gripper_position", "joint_position"]
+
+
+def test_per_step_statistics_are_demanded_where_conf_yaml_says_so(folder, no_weights):
+    _conf(folder, lambda conf: conf.update(relative_action_per_horizon=True))
+    with pytest.raises(StatisticsError, match=r"relative_action_per_horizon.*joint_position"):
+        _build(folder)
+
+
+def test_the_tokenizer_file_itself_can_be_named(folder):
+    moved = folder.parent / "elsewhere"
+    shutil.move(folder / "umt5-xxl", moved)
+    assert _build(folder, tokenizer=str(moved / "tokenizer.json")).spec.embodiment == "oxe_droid"
+    shutil.copy(moved / "tokenizer.json", folder / "tokenizer.json")
+    assert _build(folder).spec.embodiment == "oxe_droid"

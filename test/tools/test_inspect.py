@@ -69,3 +69,23 @@ def test_not_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "config.json" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1
     assert "not found" in capsys.readouterr().err
+
+
+def test_another_robot_than_the_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder), "--embodiment", "droid"]) == 0
+    assert main(["inspect", str(folder), "--embodiment", "agibot"]) == 1
+    said = capsys.readouterr().out
+    assert "agibot" in said and "oxe_droid" in said
+
+
+def test_a_tokenizer_that_does_not_fit_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "umt5-xxl" / "tokenizer.json").write_text("{}")
+    assert main(["inspect", str(folder)]) == 1
+    assert "cannot read" in capsys.readouterr().out
+
+
+def test_the_verdict_is_that_of_loading(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from wam_policy_ros.engine.build import build_policy
+
+    assert main(["inspect", str(folder)]) == 0
+    build_policy(embodiment="oxe_droid", checkpoint=str(folder), device="cpu")

@@ -20,6 +20,7 @@ COMMANDS = {
 }
 _EXTRAS = {"torch": "engine", "safetensors": "engine", "ftfy": "engine", "tokenizers": "engine"} | {
     "av": "demo",
+    "cv2": "vision",
     "matplotlib": "demo",
     "rclpy": "ros-kilted",
     "msgpack": "serve",
