@@ -43,7 +43,7 @@ def ramp(observation: Observation, step: int) -> np.ndarray:
 
 
 def test_cameras_and_shuffled_joints_become_the_right_trajectory(make: Make) -> None:
-    policy = ScriptedPolicy(ramp)
+    policy = ScriptedPolicy(ramp, record=True)
     system = make(policy)
     plan = wait_for(system.robot.plans, what="a trajectory")[0]
     assert list(plan.joint_names) == NAMES and stamp_to_ns(plan.header.stamp) == 0
@@ -62,7 +62,7 @@ def test_cameras_and_shuffled_joints_become_the_right_trajectory(make: Make) -> 
 
 
 def test_later_chunks_skip_what_has_passed_and_the_policy_sees_the_schedule(make: Make) -> None:
-    policy = ScriptedPolicy(ramp, latency_s=0.1)
+    policy = ScriptedPolicy(ramp, latency_s=0.1, record=True)
     system = make(policy)
     wait_for(lambda: len(system.robot.plans()) >= 6, 15, "six chunks")
     for plan in system.robot.plans()[1:6]:
@@ -162,7 +162,7 @@ def test_an_engine_error_latches_and_names_the_cause(make: Make) -> None:
 
 
 def test_compressed_cameras(make: Make) -> None:
-    policy = ScriptedPolicy(ramp)
+    policy = ScriptedPolicy(ramp, record=True)
     system = make(policy, **{"image.compressed": True})
     wait_for(system.robot.plans)
     pixels = [policy.sessions[1].seen[0].frames[c][0, 0, 0, 0] for c in CAMERAS]
@@ -269,7 +269,7 @@ def test_without_an_instruction_the_node_waits_for_one(make: Make) -> None:
 
 
 def test_deactivate_holds_and_then_nothing_is_sent(make: Make) -> None:
-    policy = ScriptedPolicy(ramp, latency_s=0.2)
+    policy = ScriptedPolicy(ramp, latency_s=0.2, record=True)
     system = make(policy)
     wait_for(lambda: len(system.robot.plans()) >= 2)
     system.on_node(system.node.trigger_deactivate)

@@ -34,7 +34,7 @@ kind = sys.argv.pop(1)
 policy = HoldPolicy()
 infer = policy.infer
 def slow(session, observation, *, cancelled=None):
-    if observation.prompt == "stir the pot" and len(session.seen) >= 1:
+    if observation.prompt == "stir the pot" and session.step >= 1:
         print("STEP", flush=True)
         end = time.monotonic() + 30
         while time.monotonic() < end and not (kind == "slow" and cancelled()):

@@ -35,7 +35,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.gate, self.entered = threading.Event(), threading.Event()
-        self.policy = ScriptedPolicy(self.rows)
+        self.policy = ScriptedPolicy(self.rows, record=True)
         self.woken = 0
         self.after: list[Any] = []
         self.error: Exception | None = None

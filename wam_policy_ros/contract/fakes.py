@@ -33,7 +33,7 @@ def spec_of(embodiment: Embodiment | str, *, weights: str, random_weights: bool 
 
 @dataclass
 class FakeSession:
-    """An episode of a fake policy; remembers every observation."""
+    """An episode of a fake policy. ``seen`` is filled only when the policy records."""
 
     session_id: str
     step: int = 0
@@ -47,6 +47,7 @@ class ScriptedPolicy:
     Args:
         rows: the script.
         latency_s: time one call takes; slept in small slices so that ``cancelled`` is honoured.
+        record: for tests: keep every session in ``sessions`` and every observation in its ``seen``.
     """
 
     def __init__(
@@ -56,15 +57,18 @@ class ScriptedPolicy:
         embodiment: str = "oxe_droid",
         latency_s: float = 0.0,
         weights: str = "scripted, no network",
+        record: bool = False,
     ) -> None:
         self._rows = rows
+        self._record = record
         self._latency_s = latency_s
         self.spec: PolicySpec = spec_of(embodiment, weights=weights)
         self.sessions: list[FakeSession] = []
 
     def open(self, session_id: str | None = None) -> FakeSession:
         session = FakeSession(session_id or uuid.uuid4().hex)
-        self.sessions.append(session)
+        if self._record:
+            self.sessions.append(session)
         return session
 
     def infer(
@@ -78,7 +82,8 @@ class ScriptedPolicy:
                 raise Cancelled("step cancelled")
             time.sleep(min(left, 0.01))
         rows = np.asarray(self._rows(observation, session.step), dtype=np.float64)
-        session.seen.append(observation)
+        if self._record:
+            session.seen.append(observation)
         step, session.step = session.step, session.step + 1
         return ActionChunk(
             actions=rows,
