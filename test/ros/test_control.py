@@ -15,7 +15,7 @@ from wam_policy_ros.ros.clock_watch import ClockWatch
 from wam_policy_ros.ros.control import ControlLoop, Substate
 from wam_policy_ros.ros.inputs import Inputs
 from wam_policy_ros.ros.joints import JointMap
-from wam_policy_ros.ros.messages import ns_to_stamp, rgb_to_image
+from wam_policy_ros.ros.messages import Trajectory, ns_to_stamp, rgb_to_image, trajectory_to_msg
 from wam_policy_ros.ros.outputs import TrajectoryOutput
 from wam_policy_ros.ros.parameters import NodeParameters
 from wam_policy_ros.ros.streams import Now
@@ -32,7 +32,7 @@ DT_NS = round(1e9 / 15)
 class Worker:
     """Records requests; the test answers them."""
 
-    superseded = 0
+    superseded = after_step_skipped = 0
     status = WorkerStatus()
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class Publisher:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def publish(self, msg: Any) -> None:
-        self.sent.append(msg)
+    def __call__(self, plan: Trajectory) -> None:
+        self.sent.append(trajectory_to_msg(plan))
 
 
 class Desk:
@@ -69,7 +69,7 @@ class Desk:
         self.params = NodeParameters.from_values(values)
         e = get_embodiment("oxe_droid")
         mapping = JointMap.build(e.state, e.action, names=NAMES, gripper_open=0.0, gripper_closed=1.0)
-        self.inputs = Inputs(self.params, SPEC, mapping, clock=self.now, warn=self.log.append)
+        self.inputs = Inputs(self.params, SPEC, mapping, warn=self.log.append)
         output = TrajectoryOutput(self.publisher, mapping.command_names, with_velocities=True)
         self.loop = ControlLoop(
             self.params,

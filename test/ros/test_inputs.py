@@ -49,7 +49,7 @@ class Rig:
         self.log: list[str] = []
         self.params = NodeParameters.from_values({"backend": "hold", **params})
         mapping = JointMap.build(e.state, e.action, names=NAMES, gripper_open=0.0, gripper_closed=1.0)
-        self.inputs = Inputs(self.params, SPEC, mapping, clock=lambda: at(0), warn=self.log.append)
+        self.inputs = Inputs(self.params, SPEC, mapping, warn=self.log.append)
 
     def camera(self, index: int, t_ns: int, value: int = 0, arrival: int | None = None) -> None:
         self.inputs.cameras[CAMERAS[index]].on_message(image(t_ns, value), at(t_ns, arrival))
@@ -306,7 +306,7 @@ class TestJointStates:
             stream.on_message(empty, at(ms(t)))
         with pytest.raises(StaleInput):
             stream.check(at(ms(120)))
-        np.testing.assert_array_equal(stream.newest(), np.full(8, 0.3))
+        np.testing.assert_array_equal(stream.at(T0), np.full(8, 0.3))
         assert stream.drops.by_reason["no positions"] == 3
 
     def test_a_position_that_is_not_finite_rejects_the_message(self) -> None:
@@ -314,7 +314,7 @@ class TestJointStates:
         stream.on_message(joints(0, dict.fromkeys(NAMES, 0.3)), at(0))
         stream.on_message(joints(ms(10), {**dict.fromkeys(NAMES, 0.9), "j3": float("nan")}), at(ms(10)))
         stream.on_message(joints(ms(10), {**dict.fromkeys(NAMES, 0.4), "foreign": float("nan")}), at(ms(10)))
-        np.testing.assert_array_equal(stream.newest(), np.full(8, 0.4))
+        np.testing.assert_array_equal(stream.at(T0 + ms(10)), np.full(8, 0.4))
         assert stream.drops.by_reason["not finite"] == 1 and "j3" in self.log[0]
 
     def test_names_and_positions_of_different_length_are_dropped(self) -> None:
@@ -322,7 +322,8 @@ class TestJointStates:
         msg = joints(0, dict.fromkeys(NAMES, 0.3))
         msg.position = msg.position[:6]
         stream.on_message(msg, at(0))
-        assert stream.newest() is None
+        with pytest.raises(MissingInput):
+            stream.check(at(0))
 
     def test_nearest_sample_outside_the_history(self) -> None:
         stream = self.make()

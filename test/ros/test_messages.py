@@ -10,6 +10,7 @@ from sensor_msgs.msg import CompressedImage, Image
 from wam_policy_ros.contract.errors import InvalidImage
 from wam_policy_ros.ros.messages import (
     CHANNELS,
+    Trajectory,
     check_image,
     fit,
     image_to_rgb,
@@ -17,7 +18,7 @@ from wam_policy_ros.ros.messages import (
     rgb_to_image,
     stamp_to_ns,
     tile,
-    trajectory,
+    trajectory_to_msg,
 )
 
 RED = (200, 10, 30)
@@ -157,14 +158,16 @@ def test_tile_puts_images_side_by_side() -> None:
 
 
 def test_trajectory_message_is_one_a_controller_accepts() -> None:
-    msg = trajectory(["a", "b"], np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([0.04, 1.5]), np.ones((2, 2)))
+    plan = Trajectory(("a", "b"), np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([0.04, 1.5]), np.ones((2, 2)))
+    msg = trajectory_to_msg(plan)
     assert stamp_to_ns(msg.header.stamp) == 0 and list(msg.joint_names) == ["a", "b"]
     assert [list(p.positions) for p in msg.points] == [[1.0, 2.0], [3.0, 4.0]]
     assert [(p.time_from_start.sec, p.time_from_start.nanosec) for p in msg.points] == [
         (0, 40_000_000),
         (1, 500_000_000),
     ]
-    assert not trajectory(["a"], np.zeros((1, 1)), np.array([0.1])).points[0].velocities
+    still = Trajectory(("a",), np.zeros((1, 1)), np.array([0.1]))
+    assert not trajectory_to_msg(still).points[0].velocities
 
 
 @pytest.mark.parametrize(
@@ -182,6 +185,9 @@ def test_trajectory_message_is_one_a_controller_accepts() -> None:
 )
 def test_trajectories_a_controller_would_reject_are_never_built(names, positions, times, velocities) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError):
-        trajectory(
-            names, np.asarray(positions), np.asarray(times), None if velocities is None else np.asarray(velocities)
+        Trajectory(
+            tuple(names),
+            np.asarray(positions),
+            np.asarray(times),
+            None if velocities is None else np.asarray(velocities),
         )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from wam_policy_ros.ros.follower import Follower
+from wam_policy_ros.ros.messages import Trajectory, trajectory_to_msg
 from wam_policy_ros.ros.outputs import HOLD_S, TrajectoryOutput
 
 T0 = 1_800_000_000_000_000_000
@@ -12,8 +13,8 @@ class Publisher:
     def __init__(self) -> None:
         self.sent: list = []
 
-    def publish(self, msg: object) -> None:
-        self.sent.append(msg)
+    def __call__(self, plan: Trajectory) -> None:
+        self.sent.append(trajectory_to_msg(plan))
 
 
 def ramp() -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +46,7 @@ def test_positions_only_on_request() -> None:
 def test_hold_is_one_point_at_the_commanded_position_and_is_sent_once() -> None:
     output, publisher = make()
     output.publish(*ramp(), T0)
-    assert output.hold(T0 + 550_000_000, measured=np.array([9.0, 9.0]))
+    assert output.hold(T0 + 550_000_000)
     assert not output.hold(T0 + 600_000_000)
     assert len(publisher.sent) == 2
     (point,) = publisher.sent[1].points
@@ -57,25 +58,35 @@ def test_hold_is_one_point_at_the_commanded_position_and_is_sent_once() -> None:
 def test_a_new_plan_ends_the_hold_and_the_next_hold_is_sent_again() -> None:
     output, publisher = make()
     output.publish(*ramp(), T0)
-    output.hold(T0 + 10**9)
+    output.hold(T0 + 9 * 10**8)
     output.publish(*ramp(), T0 + 2 * 10**9)
-    assert output.hold(T0 + 3 * 10**9)
+    assert output.hold(T0 + 29 * 10**8)
     assert len(publisher.sent) == 4
 
 
-def test_nothing_commanded_nothing_measured_nothing_sent() -> None:
+def test_nothing_commanded_nothing_sent() -> None:
     output, publisher = make()
     assert not output.hold(T0)
-    assert publisher.sent == []
-    assert output.hold(T0, measured=np.array([0.3, 0.4]))
-    assert list(publisher.sent[0].points[0].positions) == [0.3, 0.4]
+    assert publisher.sent == [] and output.rest_ns == 0
 
 
-def test_after_forget_the_last_command_says_nothing() -> None:
+def test_a_robot_at_rest_is_not_held_and_its_rest_does_not_begin_anew() -> None:
+    output, publisher = make()
+    output.publish(*ramp(), T0)
+    assert output.rest_ns == T0 + 10**9
+    assert not output.hold(T0 + 10**9)
+    assert len(publisher.sent) == 1 and output.rest_ns == T0 + 10**9
+
+
+def test_after_forget_the_last_command_says_nothing_but_a_braking_robot_brakes() -> None:
     output, _ = make()
     output.publish(*ramp(), T0)
-    output.forget()
-    assert output.plan is None and not output.hold(T0 + 1)
+    output.hold(T0 + 500_000_000)
+    output.forget(T0 + 510_000_000)
+    assert output.plan is None and not output.hold(T0 + 520_000_000)
+    assert output.rest_ns == T0 + 700_000_000
+    output.forget(T0 - 3600 * 10**9)
+    assert output.rest_ns == T0 - 3600 * 10**9 + 200_000_000, "a clock set back does not keep the robot braking"
 
 
 def test_the_plan_moves_with_the_clock() -> None:

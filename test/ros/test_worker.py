@@ -37,13 +37,19 @@ class Bench:
         self.gate, self.entered = threading.Event(), threading.Event()
         self.policy = ScriptedPolicy(self.rows, record=True)
         self.woken = 0
+        self.lines: list[str] = []
         self.after: list[Any] = []
         self.error: Exception | None = None
         self.deaf = False
-        self.worker = InferenceWorker(lambda progress: self.policy, notify=self.wake, after_step=self.after_step)
+        self.worker = InferenceWorker(
+            lambda progress: self.policy, notify=self.wake, log=self.log, after_step=self.after_step
+        )
 
     def wake(self) -> None:
         self.woken += 1
+
+    def log(self, level: str, line: str) -> None:
+        self.lines.append(f"{level}: {line}")
 
     def after_step(self, policy: Any, chunk: Any, observation: Any) -> None:
         self.after.append((policy, chunk, observation))
@@ -90,6 +96,10 @@ class Bench:
         return found[0]
 
 
+def idle_worker(factory: Any) -> InferenceWorker:
+    return InferenceWorker(factory, notify=lambda: None, log=lambda *_: None, after_step=lambda *_: None)
+
+
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     bench = Bench()
@@ -117,8 +127,8 @@ def test_newest_request_wins_and_the_superseded_one_is_counted(bench: Bench) -> 
     bench.ask(1, 2.0), bench.ask(1, 3.0)
     assert bench.worker.superseded == 1
     bench.gate.set()
-    wait_for(lambda: len(bench.after) == 2)
-    assert [o.state["joint_position"][0] for _, _, o in bench.after] == [1.0, 3.0]
+    wait_for(lambda: bench.after)
+    assert [o.state["joint_position"][0] for o in bench.policy.sessions[1].seen] == [1.0, 3.0]
     assert bench.answer().chunk.actions[0, 0] == 3.0  # type: ignore[union-attr]
 
 
@@ -222,7 +232,7 @@ def test_stop_while_loading_raises_in_the_progress_callback() -> None:
             steps.append(1)
             time.sleep(0.005)
 
-    worker = InferenceWorker(factory, notify=lambda: None, after_step=lambda *_: None)
+    worker = idle_worker(factory)
     worker.start()
     wait_for(lambda: steps)
     assert worker.status.message == "shard" and worker.status.phase is Phase.LOADING
@@ -233,12 +243,12 @@ def test_failure_to_load_is_a_status() -> None:
     def factory(progress: Any) -> Any:
         raise FileNotFoundError("no such checkpoint")
 
-    worker = InferenceWorker(factory, notify=lambda: None, after_step=lambda *_: None)
+    worker = idle_worker(factory)
     worker.start()
     wait_for(lambda: worker.status.phase is Phase.FAILED)
-    assert "no such checkpoint" in worker.status.message and isinstance(worker.status.error, FileNotFoundError)
+    assert worker.status.message == "FileNotFoundError: no such checkpoint"
     assert worker.stop(2.0)
 
 
 def test_stop_before_start_is_harmless() -> None:
-    assert InferenceWorker(lambda p: HoldPolicy(), notify=lambda: None, after_step=lambda *_: None).stop(0.1)
+    assert idle_worker(lambda progress: HoldPolicy()).stop(0.1)

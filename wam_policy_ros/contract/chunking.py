@@ -40,7 +40,7 @@ def rows_to_run(chunk: ActionChunk, now_ns: int, *, min_lead_s: float, first_of_
         now_ns: time of publication.
         min_lead_s: rows due sooner than this are dropped: the controller could only reach them with a jerk.
         first_of_session: the robot has stood still since the observation, so the plan is as good as new: no row is
-            dropped and the first one is due one step from now.
+            dropped and the first one is due one step from now. So it is after a stop between chunks, too.
 
     Raises:
         LateChunk: fewer than ``MIN_ROWS`` rows are left.
@@ -114,7 +114,8 @@ def next_request_due(
         dt_s: seconds per row.
         latency_s: expected duration of the request, None when nothing has been measured.
         plan_end_ns: time of the last published row.
-        stops: see ``stops_between_chunks``; the robot then executes the whole chunk before it looks again.
+        stops: see ``stops_between_chunks``; the robot then executes the whole chunk before it looks again, and what it
+            looks at must not be older than ``plan_end_ns``: it would show the robot in motion.
     """
     if stops:
         return plan_end_ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wam_policy_ros.contract.chunking import MIN_ROWS
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.contract.interface import PolicySpec
 
@@ -17,6 +18,18 @@ def check_rate(params: NodeParameters, spec: PolicySpec) -> None:
             got=f"{given} Hz, a period of {1 / given:.4f} s",
             expected=f"{own} Hz, a period of {1 / own:.4f} s",
             remedy="leave control.rate_hz at 0.0",
+        )
+
+
+def check_steps(params: NodeParameters, spec: PolicySpec) -> None:
+    """Raises ConfigError when so many steps are executed that every later chunk would come too late."""
+    most = spec.horizon - MIN_ROWS
+    if params.control_execute_steps > most:
+        raise ConfigError(
+            "control.execute_steps does not fit the policy's horizon",
+            got=f"{params.control_execute_steps} steps of a horizon of {spec.horizon}",
+            expected=f"at most {most}: a chunk with fewer than {MIN_ROWS} rows left is late",
+            remedy="lower control.execute_steps",
         )
 
 

@@ -28,7 +28,7 @@ from wam_policy_ros.contract.safety import SafetyGate
 from .clock_watch import ClockWatch
 from .inputs import Inputs
 from .joints import JointMap
-from .outputs import HOLD_S, TrajectoryOutput
+from .outputs import TrajectoryOutput
 from .parameters import NodeParameters
 from .streams import Now
 from .worker import InferenceWorker, Phase, Request, Result
@@ -102,7 +102,9 @@ class ControlLoop:
         """Start with a fresh session."""
         self._spec, self._gate = spec, SafetyGate.for_policy(spec)
         self._watch = ClockWatch(simulated=self._simulated)
-        self._output.forget()
+        self._output.forget(self._clock().ros_ns)
+        if self._mean_latency_s is None and (warm_up_s := self._worker.status.warm_up_s):
+            self._mean_latency_s = warm_up_s[-1]
         self.fault, self._input_lost, self._refused_prompt = "", False, None
         self._say(Substate.WAITING, "activated")
         self._new_session()
@@ -111,9 +113,11 @@ class ControlLoop:
         """Hold, void everything under way. The publisher must still be active."""
         if not self.active:
             return
-        self._new_session()
-        self.session_id = ""
-        self._say(Substate.INACTIVE, "")
+        try:
+            self._new_session()
+        finally:
+            self.session_id = ""
+            self._say(Substate.INACTIVE, "")
 
     def reset(self) -> None:
         """Clear a latched fault, start a new session."""
@@ -150,7 +154,7 @@ class ControlLoop:
             busy_s = now.steady_ns * 1e-9 - self._in_flight.submitted_s
             if busy_s > self._params.safety_deadline_s:
                 self.latch(f"no answer from the policy for {busy_s:.2f} s (safety.deadline_s)")
-        if self.fault:
+        if self.fault or self._worker_failed():
             return
         if self._simulated and now.ros_ns == 0:
             self._say(Substate.WAITING, "use_sim_time is true, but nothing arrives on /clock")
@@ -181,8 +185,16 @@ class ControlLoop:
                 self._on_refusal(result.error)
             else:
                 self._on_chunk(result)
-        elif self._worker.status.phase is Phase.FAILED and not self.fault:
-            self.latch(f"the policy failed: {self._worker.status.message}")
+        elif not self.fault:
+            self._worker_failed()
+
+    def _worker_failed(self) -> bool:
+        """Latch when the worker has ended with an error. Asked at every tick: after a reset no event tells it again."""
+        status = self._worker.status
+        if status.phase is not Phase.FAILED:
+            return False
+        self.latch(f"the policy failed: {status.message}; remedy: clean up, configure and activate again")
+        return True
 
     def _ask(self, now: Now) -> None:
         if self._in_flight is not None or now.ros_ns < self._due_ns:
@@ -199,6 +211,11 @@ class ControlLoop:
             return
         if observation.stamp_ns <= self._asked_ns:
             return
+        if observation.stamp_ns < self._output.rest_ns <= now.ros_ns:
+            # The robot has come to rest, but this shows it in motion: its chunk would skip rows that nobody executes,
+            # or be late. The next frame shows it standing.
+            return
+        self.counters["sessions"] += self._asked_ns == 0
         self._asked_ns = observation.stamp_ns
         self.counters["off_schedule"] += observation.off_schedule
         self.counters["padded"] += observation.padded
@@ -211,10 +228,11 @@ class ControlLoop:
         assert self._spec is not None and self._gate is not None and result.chunk is not None
         now, stamp_ns, dt_s = self._clock(), result.request.observation.stamp_ns, self._spec.dt_s
         self.latency_s, self.timings_s = result.latency_s, dict(result.chunk.timings_s)
-        mean = self._mean_latency_s
-        self._mean_latency_s = self.latency_s if mean is None else mean + _LATENCY_WEIGHT * (self.latency_s - mean)
+        if self.step > 0 and result.chunk.reset is None:
+            # A call that starts from an empty window takes another time than the next one will.
+            mean = self._mean_latency_s
+            self._mean_latency_s = self.latency_s if mean is None else mean + _LATENCY_WEIGHT * (self.latency_s - mean)
         self.step += 1
-        plan = self._output.plan
         try:
             rows = self._gate.admit(result.chunk.actions, dt_s=result.chunk.dt_s)
             chunk = replace(result.chunk, actions=rows, stamp_ns=stamp_ns)
@@ -222,14 +240,14 @@ class ControlLoop:
                 chunk,
                 now.ros_ns,
                 min_lead_s=self._params.control_min_lead_s,
-                first_of_session=plan is None or plan.end_ns <= stamp_ns,
+                first_of_session=self._output.rest_ns <= stamp_ns,
             )
         except UnsafeChunk as error:
             self.counters["refused"] += 1
             self.latch(str(error))
             return
         except LateChunk as error:
-            self._on_late(error)
+            self._on_late(error, (now.ros_ns - stamp_ns) * 1e-9)
             return
         skipped = len(rows) - len(run.rows)
         before = self._joints.command(rows[skipped - 1 : skipped])[0] if skipped else None
@@ -247,7 +265,8 @@ class ControlLoop:
             latency_s=self._mean_latency_s,
             horizon=self._spec.horizon,
             dt_s=self._spec.dt_s,
-            min_lead_s=self._params.control_min_lead_s,
+            # A request goes out with a frame that is up to a step old.
+            min_lead_s=self._params.control_min_lead_s + self._spec.dt_s,
         )
         if stops and not self.counters["stop_and_go"]:
             chunk_s = self._spec.horizon * self._spec.dt_s
@@ -266,13 +285,16 @@ class ControlLoop:
             stops=stops,
         )
 
-    def _on_late(self, error: LateChunk) -> None:
+    def _on_late(self, error: LateChunk, age_s: float) -> None:
         self.counters["late"] += 1
         self._late_in_a_row += 1
         if self._late_in_a_row > MAX_LATE_IN_A_ROW:
             self.latch(f"{self._late_in_a_row} chunks in a row came too late; {error}")
             return
         self._log("warn", str(error))
+        if self._late_in_a_row == MAX_LATE_IN_A_ROW and self._mean_latency_s is not None:
+            # No accident, but a policy slower than was measured; the mean would learn it too late.
+            self._mean_latency_s = max(self._mean_latency_s, age_s)
         assert self._spec is not None
         self._plan_next(self._clock().ros_ns - round(self._params.control_execute_steps * self._spec.dt_s * 1e9))
 
@@ -300,22 +322,24 @@ class ControlLoop:
         """Stop and stay stopped until ``reset``."""
         self.fault = reason
         self._log("error", f"fault: {reason}; holding until ~/reset")
-        self._new_session()
-        self._say(Substate.HOLDING, reason)
+        try:
+            self._new_session()
+        finally:
+            self._say(Substate.HOLDING, reason)
 
     def _new_session(self) -> None:
         """Stop the robot, void everything under way, forget the episode."""
         now = self._clock()
-        moving = self._output.moving(now.ros_ns)
-        self._output.hold(now.ros_ns)
-        # The first chunk of a session assumes a robot that stands still, so nothing seen while it brakes is used.
-        self._session_start_ns = now.ros_ns + (round(HOLD_S * 1e9) if moving else 0)
-        self._generation += 1
-        self._worker.new_generation(self._generation)
-        self._in_flight = None
-        self.session_id, self.step = uuid.uuid4().hex, 0
-        self._due_ns = self._asked_ns = self._late_in_a_row = 0
-        self.counters["sessions"] += 1
+        try:
+            self._output.hold(now.ros_ns)
+        finally:
+            # The first chunk of a session assumes a robot that stands still, so nothing seen while it brakes is used.
+            self._session_start_ns = max(now.ros_ns, self._output.rest_ns)
+            self._generation += 1
+            self._worker.new_generation(self._generation)
+            self._in_flight = None
+            self.session_id, self.step = uuid.uuid4().hex, 0
+            self._due_ns = self._asked_ns = self._late_in_a_row = 0
 
     def _say(self, substate: Substate, reason: str, key: str | None = None) -> None:
         """Set substate and reason. ``key`` is the part of the reason that does not change from tick to tick."""
@@ -338,10 +362,12 @@ class ControlLoop:
             "step": self.step,
             "prompt": self.prompt,
             "latency_s": self.latency_s,
+            "expected_latency_s": self._mean_latency_s,
             "timings_s": self.timings_s,
             "counters": {
                 **{k: self.counters[k] for k in ("chunks", "late", "refused", "discarded", "off_schedule", "padded")},
                 "superseded": self._worker.superseded,
+                "pictures_skipped": self._worker.after_step_skipped,
                 "sessions": self.counters["sessions"],
                 "clock_jumps": self.counters["clock_jumps"],
                 "stop_and_go": self.counters["stop_and_go"],

@@ -1,16 +1,16 @@
-"""What the policy gets to see: subscriptions, the soundness of all streams, and the observation of one moment."""
+"""What the policy gets to see: the soundness of all streams, and the observation of one moment.
+
+Knows no rclpy: ``subscriptions`` feeds the streams from topics, a replay feeds them from a recording.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rclpy.qos import QoSProfile
-from sensor_msgs.msg import CompressedImage, Image, JointState
 
 from wam_policy_ros.contract.errors import ConfigError, MissingInput, StaleInput
 from wam_policy_ros.contract.history import Selection, select_frames
@@ -19,15 +19,13 @@ from wam_policy_ros.contract.interface import CameraSpec, Observation, PolicySpe
 from .joints import JointMap
 from .messages import fit, image_to_rgb
 from .parameters import NodeParameters
-from .qos import sensor_qos
 from .streams import CameraInput, Frame, JointStateInput, Limits, Log, Now
 
-try:
-    from rclpy.event_handler import SubscriptionEventCallbacks
-except ImportError:  # Humble
-    from rclpy.qos_event import SubscriptionEventCallbacks  # type: ignore[no-redef]
-
 __all__ = ["CameraInput", "Inputs", "JointStateInput", "Now", "PendingObservation"]
+
+THIN_STEPS = 0.45
+"""Old frames closer than this part of a control step are dropped. Not 0.5: of a camera with twice the control rate
+(30 Hz) jitter would then drop every other frame or none, and what the policy sees would be off by half a step."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,7 @@ class PendingObservation:
         stamp_ns: the newest moment that every camera has reached.
         session_start_ns: no frame is older.
         resize: ``pad`` or ``stretch``.
+        saw_size: told camera and (height, width) of the newest image as it was decoded.
         off_schedule, padded: see ``contract.history.Selection``, summed over cameras.
     """
 
@@ -53,6 +52,7 @@ class PendingObservation:
     stamp_ns: int
     session_start_ns: int
     resize: str
+    saw_size: Callable[[str, tuple[int, int]], None]
     off_schedule: int = 0
     padded: int = 0
 
@@ -71,8 +71,9 @@ class PendingObservation:
         for camera in cameras:
             chosen = (self.newest[camera.name],) if first_call else self.frames[camera.name]
             topic = self.topics[camera.name]
-            decoded = [fit(image_to_rgb(f.msg, topic), camera.height, camera.width, self.resize) for f in chosen]
-            images[camera.name] = np.stack(decoded)
+            decoded = [image_to_rgb(f.msg, topic) for f in chosen]
+            self.saw_size(camera.name, (decoded[-1].shape[0], decoded[-1].shape[1]))
+            images[camera.name] = np.stack([fit(d, camera.height, camera.width, self.resize) for d in decoded])
             stamps[camera.name] = np.array([f.stamp_ns for f in chosen], dtype=np.int64)
         return Observation(
             frames=images,
@@ -91,14 +92,11 @@ class Inputs:
         params: topics, ages.
         spec: cameras, frame schedule, rate.
         joints: names and mapping of the joints.
-        clock: reads both clocks.
         warn: log function.
     """
 
-    def __init__(
-        self, params: NodeParameters, spec: PolicySpec, joints: JointMap, *, clock: Callable[[], Now], warn: Log
-    ) -> None:
-        self._params, self._spec, self._joints, self._clock, self._warn = params, spec, joints, clock, warn
+    def __init__(self, params: NodeParameters, spec: PolicySpec, joints: JointMap, *, warn: Log) -> None:
+        self._params, self._spec, self._joints = params, spec, joints
         tolerance, source = params.sync_future_tolerance_s, params.sync_stamp_source
         limits = Limits(params.sync_max_age_s, tolerance, source)
         reach_s = -min(spec.frame_offsets) / spec.control_rate_hz
@@ -109,33 +107,13 @@ class Inputs:
                 limits,
                 size=(c.height, c.width),
                 keep_s=max(3.0, reach_s + 1.0),
+                spacing_s=THIN_STEPS / spec.control_rate_hz,
                 warn=warn,
             )
             for c, topic in zip(spec.cameras, camera_topics(params, spec.cameras), strict=True)
         }
         joint_limits = Limits(params.sync_joint_max_age_s, tolerance, source)
         self.joint_states = JointStateInput(joints.names, params.joints_topic, joint_limits, warn=warn)
-
-    def subscribe(self, node: Any, entities: ExitStack) -> None:
-        """Create the subscriptions on a node; ``entities`` destroys them."""
-        kind = CompressedImage if self._params.image_compressed else Image
-        image_qos = sensor_qos(5, reliable=self._params.image_reliable)
-        streams = [(kind, c.topic, image_qos, c.on_message) for c in self.cameras.values()]
-        joints = self.joint_states
-        for stream in (*streams, (JointState, joints.topic, sensor_qos(10), joints.on_message)):
-            entities.callback(node.destroy_subscription, self._subscribe_one(node, *stream))
-
-    def _subscribe_one(
-        self, node: Any, kind: type, topic: str, qos: QoSProfile, sink: Callable[[Any, Now], None]
-    ) -> Any:
-        def incompatible(event: Any) -> None:
-            self._warn(
-                f"{topic}: {event.total_count} publisher(s) with incompatible QoS (policy {event.last_policy_kind}), "
-                "from which nothing is received; remedy: image.reliable: false, or a reliable publisher"
-            )
-
-        events = SubscriptionEventCallbacks(incompatible_qos=incompatible)
-        return node.create_subscription(kind, topic, lambda m: sink(m, self._clock()), qos, event_callbacks=events)
 
     def clear(self) -> None:
         """Forget everything received, e.g. after a jump of the clock."""
@@ -202,6 +180,7 @@ class Inputs:
             stamp_ns=reference,
             session_start_ns=session_start_ns,
             resize=self._params.image_resize,
+            saw_size=lambda name, size: self.cameras[name].saw_size(size),
             off_schedule=sum(p.off_schedule for p in picks.values()),
             padded=sum(p.padded for p in picks.values()),
         )

@@ -112,10 +112,6 @@ class JointMap:
             i += f.dim
         return out
 
-    def measured_command(self, positions: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """``[len(names)]`` joint positions -> ``[len(command_names)]``, still in joint units."""
-        return np.asarray(positions, dtype=np.float64)[list(self.commanded)]
-
     def command(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Action rows ``[N, action_dim]`` -> joint targets ``[N, len(command_names)]``.
 

@@ -60,11 +60,18 @@ class Autostart:
 
     It gives up, saying so, when configure fails or the policy cannot be loaded; afterwards the lifecycle belongs to
     whoever calls the services.
+
+    Args:
+        node: has a ``lifecycle`` label.
+        phase: of the worker.
+        guard: calls a function and lets no exception through.
     """
 
-    def __init__(self, node: LifecycleNode, phase: Callable[[], Phase | None]) -> None:
+    def __init__(
+        self, node: LifecycleNode, phase: Callable[[], Phase | None], guard: Callable[[Callable[[], None]], Any]
+    ) -> None:
         self._node, self._phase, self._tried = node, phase, False
-        self._timer = node.create_timer(AUTOSTART_PERIOD_S, self._step, clock=steady_clock())
+        self._timer = node.create_timer(AUTOSTART_PERIOD_S, lambda: guard(self._step), clock=steady_clock())
 
     def cancel(self) -> None:
         """Stop trying."""

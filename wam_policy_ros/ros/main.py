@@ -6,7 +6,9 @@ import importlib.util
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +52,19 @@ class StopSignals:
 def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
     """Spin a node until SIGINT or SIGTERM, then stop it: hold, worker joined, everything destroyed.
 
+    An exception that ends the spinning is logged and ends the node in the same way.
+
     Args:
         node: a ``PolicyNode``; rclpy must be initialised without signal handlers of its own.
         stop: installed before.
         executor: ``single``, or ``events``.
 
     Returns:
-        Exit code: 0; 1 when the worker thread did not stop (the process then ends without joining it).
+        Exit code: 0; 1 after an exception, and when the worker thread did not stop (the process then ends without
+        joining it).
     """
     import rclpy
-    from rclpy.executors import SingleThreadedExecutor
+    from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
 
     if executor == "events":
         # Only spin_once with a finite timeout: its spin() busy-loops and deadlocks in the wheels.
@@ -69,25 +74,39 @@ def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
     else:
         spinner = SingleThreadedExecutor()
     spinner.add_node(node)
+    code, joined, log = 0, False, node.get_logger()
     try:
-        # In slices: a Python signal handler runs only between them.
-        while not stop.received and node.context.ok():
-            spinner.spin_once(timeout_sec=0.1)
-        if stop.received:
-            node.get_logger().info(f"{stop.received[0].name}: stopping")
-        joined = node.close(JOIN_S)
-        if not joined:
-            node.get_logger().fatal(f"the worker thread still runs {JOIN_S} s after it was asked to stop")
-    finally:
-        spinner.shutdown(1.0)
-        node.destroy_node()
-        rclpy.try_shutdown()
-        stop.ignore()
+        with ExitStack() as end:  # last one first, and all of them whatever any of them raises
+            end.callback(stop.ignore)
+            end.callback(rclpy.try_shutdown)
+            end.callback(node.destroy_node)
+            end.callback(spinner.shutdown, 1.0)
+            try:
+                # In slices: a Python signal handler runs only between them.
+                while not stop.received and node.context.ok():
+                    spinner.spin_once(timeout_sec=0.1)
+                if stop.received:
+                    log.info(f"{stop.received[0].name}: stopping")
+            except ExternalShutdownException:
+                pass
+            except BaseException:
+                # Whatever it is, the robot must be held and the worker joined, or the interpreter aborts beside it.
+                code = 1
+                log.fatal(f"the executor ended\n{traceback.format_exc()}")
+            try:
+                joined = node.close(JOIN_S)
+            except BaseException:
+                log.fatal(f"the node could not be closed\n{traceback.format_exc()}")
+            if not joined:
+                log.fatal(f"the worker thread still runs {JOIN_S} s after it was asked to stop")
+    except BaseException:
+        code = 1
+        traceback.print_exc()
     if not joined:
         # An interpreter that ends beside a running device thread aborts; there is nothing left to lose.
         sys.stderr.flush()
         os._exit(1)
-    return 0
+    return code
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -106,8 +125,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
     # Own handlers: rclpy's shut the context down at once, and then no hold could be sent.
     rclpy.init(args=list(sys.argv if args is None else args), signal_handler_options=SignalHandlerOptions.NO)
-    node = PolicyNode()
-    return run(node, stop, executor=str(node.get_parameter("executor").value))
+    try:
+        node = PolicyNode()
+        return run(node, stop, executor=str(node.get_parameter("executor").value))
+    finally:
+        rclpy.try_shutdown()
 
 
 if __name__ == "__main__":

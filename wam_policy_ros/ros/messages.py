@@ -1,18 +1,25 @@
-"""Between ROS messages and arrays: images both ways, trajectories. No cv_bridge."""
+"""Between ROS messages and arrays: images both ways, trajectories. No cv_bridge.
+
+Messages are read by their fields, so any object that has them will do. Only what makes a message imports its class,
+when it is called: everything else here works on a machine without ROS.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
 import numpy.typing as npt
-from builtin_interfaces.msg import Duration, Time
-from sensor_msgs.msg import CompressedImage, Image
-from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from wam_policy_ros.contract.errors import InvalidImage
+
+if TYPE_CHECKING:
+    from builtin_interfaces.msg import Time
+    from sensor_msgs.msg import Image
+    from trajectory_msgs.msg import JointTrajectory
 
 CHANNELS = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1}
 _TO_RGB = {
@@ -32,6 +39,8 @@ def stamp_to_ns(stamp: Any) -> int:
 
 def ns_to_stamp(ns: int) -> Time:
     """ns -> builtin_interfaces/Time."""
+    from builtin_interfaces.msg import Time
+
     return Time(sec=ns // 1_000_000_000, nanosec=ns % 1_000_000_000)
 
 
@@ -39,14 +48,18 @@ def _invalid(what: str, topic: str, got: object, expected: object) -> InvalidIma
     return InvalidImage(what, field=topic, got=f"{got} on {topic}", expected=expected)
 
 
-def check_image(msg: Image | CompressedImage, topic: str = "image") -> None:
-    """Cheap validity test for a callback; touches no pixel.
+def _is_compressed(msg: Any) -> bool:
+    return not hasattr(msg, "encoding")
+
+
+def check_image(msg: Any, topic: str = "image") -> None:
+    """Cheap validity test of an Image or CompressedImage for a callback; touches no pixel.
 
     Raises:
         InvalidImage: names the topic, the encoding and what is supported. ``what`` is the same for the same kind of
             fault, so that it can be counted.
     """
-    if isinstance(msg, CompressedImage):
+    if _is_compressed(msg):
         return _check_compressed(msg, topic)
     channels = CHANNELS.get(msg.encoding)
     if channels is None:
@@ -67,7 +80,7 @@ def check_image(msg: Image | CompressedImage, topic: str = "image") -> None:
     return None
 
 
-def _check_compressed(msg: CompressedImage, topic: str) -> None:
+def _check_compressed(msg: Any, topic: str) -> None:
     if any(word in msg.format.lower() for word in _NOT_COLOUR):
         raise _invalid("unsupported compressed format", topic, repr(msg.format), "a colour image as jpeg or png")
     head = bytes(msg.data[:8])
@@ -75,12 +88,12 @@ def _check_compressed(msg: CompressedImage, topic: str) -> None:
         raise _invalid("not a jpeg or png", topic, f"format {msg.format!r}, first bytes {head.hex()}", "jpeg or png")
 
 
-def image_size(msg: Image | CompressedImage) -> tuple[int, int] | None:
+def image_size(msg: Any) -> tuple[int, int] | None:
     """(height, width), or None for a compressed image, whose size is known only after decoding."""
-    return None if isinstance(msg, CompressedImage) else (msg.height, msg.width)
+    return None if _is_compressed(msg) else (msg.height, msg.width)
 
 
-def image_to_rgb(msg: Image | CompressedImage, topic: str = "image") -> npt.NDArray[np.uint8]:
+def image_to_rgb(msg: Any, topic: str = "image") -> npt.NDArray[np.uint8]:
     """Decode a camera message: uint8 ``[H, W, 3]`` RGB, a fresh array.
 
     Honours ``step`` (padded rows). mono8 is repeated over the three channels, alpha is dropped.
@@ -89,7 +102,7 @@ def image_to_rgb(msg: Image | CompressedImage, topic: str = "image") -> npt.NDAr
         InvalidImage: see ``check_image``; also for a jpeg or png that cannot be decoded.
     """
     check_image(msg, topic)
-    if isinstance(msg, CompressedImage):
+    if _is_compressed(msg):
         flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
         decoded = cv2.imdecode(np.frombuffer(msg.data, np.uint8), flags)
         if decoded is None:
@@ -132,6 +145,8 @@ def fit(rgb: npt.NDArray[np.uint8], height: int, width: int, mode: str) -> npt.N
 
 def rgb_to_image(rgb: npt.NDArray[np.uint8], *, stamp_ns: int = 0, frame_id: str = "") -> Image:
     """uint8 ``[H, W, 3]`` RGB -> rgb8 Image. Assigns bytes: an ndarray would be checked element by element."""
+    from sensor_msgs.msg import Image
+
     msg = Image()
     msg.header.stamp = ns_to_stamp(stamp_ns)
     msg.header.frame_id = frame_id
@@ -147,39 +162,54 @@ def tile(images: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
     return np.concatenate([np.pad(i, ((0, height - i.shape[0]), (0, 0), (0, 0))) for i in images], axis=1)
 
 
-def trajectory(
-    names: Sequence[str],
-    positions: npt.NDArray[np.float64],
-    times_s: npt.NDArray[np.float64],
-    velocities: npt.NDArray[np.float64] | None = None,
-) -> JointTrajectory:
-    """A trajectory that starts when the controller receives it (zero header stamp).
+@dataclass(frozen=True)
+class Trajectory:
+    """What a JointTrajectory says, in arrays; it starts when the controller receives it.
 
-    Args:
+    Attributes:
         names: joints, in column order.
         positions: ``[M, J]`` joint units.
         times_s: ``[M]``, time_from_start.
         velocities: ``[M, J]`` or None for positions only.
 
     Raises:
-        ValueError: a controller would reject or misread the message (sizes, order of times, non-finite values).
+        ValueError: a controller would reject or misread it (sizes, order of times, non-finite values).
     """
-    ns = np.rint(np.asarray(times_s, dtype=np.float64) * 1e9)
-    if positions.ndim != 2 or positions.shape != (len(ns), len(names)) or len(ns) == 0:
-        raise ValueError(f"positions {positions.shape} for {len(ns)} times and {len(names)} joints")
-    if velocities is not None and velocities.shape != positions.shape:
-        raise ValueError(f"velocities {velocities.shape} beside positions {positions.shape}")
-    if not (np.isfinite(ns).all() and ns[0] > 0 and (np.diff(ns) > 0).all()):
-        raise ValueError(f"time_from_start must be positive and strictly increasing: {times_s}")
-    if not np.isfinite(positions).all() or (velocities is not None and not np.isfinite(velocities).all()):
-        raise ValueError("positions and velocities must be finite")
-    if len(set(names)) != len(names):
-        raise ValueError(f"a joint is named twice: {list(names)}")
-    msg = JointTrajectory(joint_names=list(names))
-    for k, t in enumerate(ns):
-        point = JointTrajectoryPoint(positions=positions[k].tolist())
-        if velocities is not None:
-            point.velocities = velocities[k].tolist()
+
+    names: tuple[str, ...]
+    positions: npt.NDArray[np.float64]
+    times_s: npt.NDArray[np.float64]
+    velocities: npt.NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        names, positions, velocities, ns = self.names, self.positions, self.velocities, self.times_ns
+        if positions.ndim != 2 or positions.shape != (len(ns), len(names)) or len(ns) == 0:
+            raise ValueError(f"positions {positions.shape} for {len(ns)} times and {len(names)} joints")
+        if velocities is not None and velocities.shape != positions.shape:
+            raise ValueError(f"velocities {velocities.shape} beside positions {positions.shape}")
+        if not (np.isfinite(ns).all() and ns[0] > 0 and (np.diff(ns) > 0).all()):
+            raise ValueError(f"time_from_start must be positive and strictly increasing: {self.times_s}")
+        if not np.isfinite(positions).all() or (velocities is not None and not np.isfinite(velocities).all()):
+            raise ValueError("positions and velocities must be finite")
+        if len(set(names)) != len(names):
+            raise ValueError(f"a joint is named twice: {list(names)}")
+
+    @property
+    def times_ns(self) -> npt.NDArray[np.float64]:
+        """``[M]``, as a message carries them: whole ns, still as float64."""
+        return np.rint(np.asarray(self.times_s, dtype=np.float64) * 1e9)
+
+
+def trajectory_to_msg(plan: Trajectory) -> JointTrajectory:
+    """Trajectory -> trajectory_msgs/JointTrajectory with a zero header stamp."""
+    from builtin_interfaces.msg import Duration
+    from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
+
+    msg = JointTrajectory(joint_names=list(plan.names))
+    for k, t in enumerate(plan.times_ns):
+        point = JointTrajectoryPoint(positions=plan.positions[k].tolist())
+        if plan.velocities is not None:
+            point.velocities = plan.velocities[k].tolist()
         point.time_from_start = Duration(sec=int(t) // 1_000_000_000, nanosec=int(t) % 1_000_000_000)
         msg.points.append(point)
     return msg

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from wam_policy_ros.contract.chunking import velocities
 
-from .messages import trajectory
+from .messages import Trajectory
 
 HOLD_S = 0.2
 """How far ahead the hold point lies, in seconds."""
@@ -46,33 +45,42 @@ class TrajectoryOutput:
     velocities, the last one zero, or none.
 
     Args:
-        publisher: lifecycle publisher of trajectory_msgs/JointTrajectory; silent while the node is inactive.
+        send: hands a trajectory to the controller.
         names: joints, in column order.
         with_velocities: see ``control.publish_velocities``.
     """
 
-    def __init__(self, publisher: Any, names: Sequence[str], *, with_velocities: bool) -> None:
-        self._publisher, self._names, self._with_velocities = publisher, tuple(names), with_velocities
+    def __init__(self, send: Callable[[Trajectory], None], names: Sequence[str], *, with_velocities: bool) -> None:
+        self._send, self._names, self._with_velocities = send, tuple(names), with_velocities
         self._plan: Plan | None = None
         self._holds = False
+        self._rest_ns = 0
 
     @property
     def plan(self) -> Plan | None:
         """What the robot was told last, None when nothing was sent since ``forget``."""
         return self._plan
 
-    def forget(self) -> None:
-        """At activation: somebody else may have moved the robot, so the last command says nothing any more."""
+    @property
+    def rest_ns(self) -> int:
+        """Since when the robot stands still, or will; 0 when we never moved it."""
+        return self._rest_ns
+
+    def forget(self, now_ns: int) -> None:
+        """At activation: somebody else may have moved the robot, so the last command says nothing any more.
+
+        A robot that still brakes from our last hold goes on braking.
+        """
         self._plan, self._holds = None, False
+        # While the node was inactive nobody watched its clock, which may have been set back by hours.
+        self._rest_ns = min(self._rest_ns, now_ns + round(HOLD_S * 1e9))
 
     def shift_clock(self, by_ns: int) -> None:
         """The node's clock jumped; the robot executes the plan on its own."""
         if self._plan is not None:
             self._plan = Plan(self._plan.positions, self._plan.times_ns + by_ns)
-
-    def moving(self, now_ns: int) -> bool:
-        """True while the robot executes something we sent."""
-        return self._plan is not None and now_ns < self._plan.end_ns
+        if self._rest_ns:
+            self._rest_ns += by_ns
 
     def publish(
         self,
@@ -94,32 +102,27 @@ class TrajectoryOutput:
         if self._with_velocities:
             step_s = times_s[1] - times_s[0] if len(times_s) > 1 else times_s[0]
             speed = velocities(positions, times_s, before=None if before is None else (before, times_s[0] - step_s))
-        self._publisher.publish(trajectory(self._names, positions, times_s, speed))
+        self._send(Trajectory(self._names, positions, times_s, speed))
         # The controller starts from where it was commanded to be; for our first trajectory that is not known.
         start = positions[0] if self._plan is None else self._plan.at(now_ns)
         times_ns = now_ns + np.rint(np.concatenate([[0.0], times_s]) * 1e9).astype(np.int64)
-        self._plan = Plan(np.concatenate([start[None], positions]), times_ns)
+        self._plan, self._rest_ns = Plan(np.concatenate([start[None], positions]), times_ns), int(times_ns[-1])
         self._holds = False
 
-    def hold(self, now_ns: int, measured: npt.NDArray[np.float64] | None = None) -> bool:
-        """Stop: one trajectory to the last commanded position, zero velocity. Sent once, then silence.
+    def hold(self, now_ns: int) -> bool:
+        """Stop: one trajectory to the commanded position, zero velocity. Sent once, then silence.
 
-        Args:
-            now_ns: the node's clock.
-            measured: ``[J]`` where the joints are; used only when nothing was ever commanded. Without it nothing is
-                sent in that case: the robot is not moving because of us, and a position is never made up.
+        Nothing is sent when the robot is not moving because of us: nothing was commanded, or the plan has ended.
 
         Returns:
             True when a trajectory was sent.
         """
-        if self._holds:
+        if self._holds or self._plan is None or now_ns >= self._rest_ns:
             return False
-        position = self._plan.at(now_ns) if self._plan is not None else measured
-        if position is None:
-            return False
-        times = np.array([HOLD_S])
-        still = np.zeros((1, len(position))) if self._with_velocities else None
-        self._publisher.publish(trajectory(self._names, position[None], times, still))
-        self._plan = Plan(position[None], np.array([now_ns + round(HOLD_S * 1e9)]))
+        position = self._plan.at(now_ns)[None]
+        still = np.zeros_like(position) if self._with_velocities else None
+        self._send(Trajectory(self._names, position, np.array([HOLD_S]), still))
+        self._rest_ns = now_ns + round(HOLD_S * 1e9)
+        self._plan = Plan(position, np.array([self._rest_ns]))
         self._holds = True
         return True

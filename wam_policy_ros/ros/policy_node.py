@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rcl_interfaces.msg import SetParametersResult
+from rclpy.duration import Duration
 from rclpy.exceptions import NameValidationException
 from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from rclpy.parameter import Parameter
@@ -26,20 +27,25 @@ from wam_policy_ros.contract.interface import Policy, PolicySpec
 
 from . import parameters
 from .backend import make_policy
-from .checks import check_fit, check_rate
+from .checks import check_fit, check_rate, check_steps
 from .control import ControlLoop
 from .inputs import Inputs
 from .joints import JointMap
 from .lifecycle import Autostart, steady_clock, transition
+from .messages import trajectory_to_msg
 from .outputs import TrajectoryOutput
 from .parameters import NodeParameters
 from .qos import latched_qos
 from .streams import Now
+from .subscriptions import subscribe
 from .video import VideoOutput
 from .worker import InferenceWorker, Phase, Progress, WorkerStatus
 
 STOP_S = 0.5
 """How long a transition waits for the worker; a transition blocks every callback."""
+
+ACKED_S = 0.1
+"""How long a publisher of trajectories waits for its last one, a hold, to arrive before it is destroyed."""
 
 
 @dataclass
@@ -66,6 +72,7 @@ class PolicyNode(LifecycleNode):
     ) -> None:
         super().__init__("wam_policy", **kwargs)
         self.lifecycle, self.refused, self._closed = "unconfigured", "", False
+        self._defective = False
         self._policy_factory = policy_factory
         self._parts: _Parts | None = None
         self._old_worker: InferenceWorker | None = None
@@ -80,7 +87,9 @@ class PolicyNode(LifecycleNode):
         self.add_on_set_parameters_callback(self._on_set_parameters)
         self._autostart = None
         if self.get_parameter("autostart").value is True:
-            self._autostart = Autostart(self, lambda: self.worker_status.phase if self.worker_status else None)
+            self._autostart = Autostart(
+                self, lambda: self.worker_status.phase if self.worker_status else None, self._safely
+            )
         self.publish_state()
 
     @property
@@ -122,6 +131,7 @@ class PolicyNode(LifecycleNode):
         if status.phase is not Phase.READY or status.spec is None:
             raise NotReady("the policy is not ready", got=f"{status.phase.value}: {status.message}")
         check_fit(parts.expected, status.spec)
+        check_steps(parts.params, status.spec)
         if status.spec.random_weights:
             self.get_logger().warning(f"RANDOM WEIGHTS: not a policy ({status.spec.weights})")
         result = super().on_activate(state)
@@ -154,7 +164,8 @@ class PolicyNode(LifecycleNode):
             self._autostart.cancel()
         worker = self._parts.worker if self._parts else self._old_worker
         if self.lifecycle != "finalized":
-            self.trigger_shutdown()
+            self._safely(self.trigger_shutdown)
+        self._safely(self._release, STOP_S)  # whatever became of the transition
         self._closed = True
         return worker is None or worker.stop(timeout_s)
 
@@ -170,14 +181,27 @@ class PolicyNode(LifecycleNode):
             gripper_open=params.gripper_open,
             gripper_closed=params.gripper_closed,
         )
-        inputs = Inputs(params, expected, joints, clock=self.now, warn=lambda line: self._log("warn", line))
+
+        def warn(line: str) -> None:
+            self._log("warn", line)
+
+        inputs = Inputs(params, expected, joints, warn=warn)
         publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
         entities.callback(self.destroy_lifecycle_publisher, publisher)
-        output = TrajectoryOutput(publisher, joints.command_names, with_velocities=params.control_publish_velocities)
+        entities.callback(publisher.wait_for_all_acked, Duration(seconds=ACKED_S))
+        output = TrajectoryOutput(
+            lambda plan: publisher.publish(trajectory_to_msg(plan)),
+            joints.command_names,
+            with_velocities=params.control_publish_velocities,
+        )
         video = VideoOutput(self)
         entities.callback(video.destroy)
         worker = InferenceWorker(
-            lambda progress: self._policy_factory(params, progress), notify=self._wake, after_step=video.after_step
+            lambda progress: self._policy_factory(params, progress),
+            notify=self._wake,
+            log=self._log,
+            after_step=video.after_step,
+            after_step_wanted=video.wanted,
         )
         control = ControlLoop(
             params,
@@ -190,8 +214,10 @@ class PolicyNode(LifecycleNode):
             changed=self.publish_state,
             log=self._log,
         )
-        inputs.subscribe(self, entities)
-        prompt = self.create_subscription(String, "~/prompt", self._on_prompt, latched_qos())
+        subscribe(self, inputs, params, entities, clock=self.now, guard=self._safely, warn=warn)
+        prompt = self.create_subscription(
+            String, "~/prompt", lambda msg: self._safely(control.set_prompt, msg.data), latched_qos()
+        )
         entities.callback(self.destroy_subscription, prompt)
         reset = self.create_service(Trigger, "~/reset", self._on_reset)
         entities.callback(self.destroy_service, reset)
@@ -204,13 +230,15 @@ class PolicyNode(LifecycleNode):
         parts, self._parts = self._parts, None
         if parts is None:
             return
-        parts.control.deactivate()
-        if not parts.worker.stop(timeout_s):
-            self._old_worker = parts.worker
-            self.get_logger().error(
-                f"the worker thread did not stop within {timeout_s} s; configure is refused until it does"
-            )
-        parts.entities.close()
+        self._old_worker = parts.worker
+        try:
+            parts.control.deactivate()
+        finally:
+            if not parts.worker.stop(timeout_s):
+                self.get_logger().error(
+                    f"the worker thread did not stop within {timeout_s} s; configure is refused until it does"
+                )
+            parts.entities.close()
 
     def _need_parts(self) -> _Parts:
         if self._parts is None:
@@ -221,10 +249,14 @@ class PolicyNode(LifecycleNode):
         """Called in the worker thread: run ``_on_worker`` on the executor."""
         if self._closed:
             return
-        if self._guard is not None:
-            self._guard.trigger()
-        elif self.executor is not None:
-            self.executor.create_task(self._on_worker)
+        try:
+            if self._guard is not None:
+                self._guard.trigger()
+            elif self.executor is not None:
+                self.executor.create_task(self._on_worker)
+        except Exception:
+            # Raised on, it would end the worker.
+            self.get_logger().error(f"the executor cannot be woken\n{traceback.format_exc()}")
 
     def _on_worker(self) -> None:
         if self._parts is None:
@@ -233,26 +265,48 @@ class PolicyNode(LifecycleNode):
         if self._parts.worker.status.phase is not Phase.READY:
             self.publish_state()
 
-    def _safely(self, step: Callable[[], None]) -> None:
-        """A defect of ours must stop the robot, not the process."""
-        try:
-            step()
-        except Exception:
-            self.get_logger().error(f"defect in the control loop\n{traceback.format_exc()}")
-            if self._parts is not None and self._parts.control.active:
-                self._parts.control.latch("defect in the control loop, see the log")
+    def _safely(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Every callback runs through here: a defect of ours must stop the robot, not the process.
 
-    def _on_prompt(self, msg: String) -> None:
-        self._need_parts().control.set_prompt(msg.data)
+        Returns:
+            What ``step`` returns; None after a defect.
+        """
+        try:
+            return step(*args)
+        except Exception as error:
+            self.get_logger().error(f"defect in the node\n{traceback.format_exc()}", throttle_duration_sec=1.0)
+            self._hold_after(f"defect in the node ({type(error).__name__}: {error}), see the log")
+            return None
+
+    def _hold_after(self, defect: str) -> None:
+        control = self._parts.control if self._parts else None
+        if self._defective or control is None or not control.active or control.fault:
+            return
+        self._defective = True  # a defect on the way to the hold is logged, no more
+        try:
+            control.latch(defect)
+        except Exception:
+            self.get_logger().error(f"the robot could not be held\n{traceback.format_exc()}")
+        finally:
+            self._defective = False
 
     def _on_reset(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
-        control = self._need_parts().control
-        control.reset()
-        response.success = True
-        response.message = f"session {control.session_id}" if control.active else "not active; fault cleared"
+        result = self._safely(self._reset)
+        response.success, response.message = result or (False, "defect in the node, see the log")
         return response
 
+    def _reset(self) -> tuple[bool, str]:
+        if self._parts is None:
+            return False, "the node is not configured"
+        control = self._parts.control
+        control.reset()
+        return True, f"session {control.session_id}" if control.active else "not active; fault cleared"
+
     def _on_set_parameters(self, changes: list[Parameter]) -> SetParametersResult:
+        result = self._safely(self._set_parameters, changes)
+        return result or SetParametersResult(successful=False, reason="defect in the node, see the log")
+
+    def _set_parameters(self, changes: list[Parameter]) -> SetParametersResult:
         ours = parameters.NodeParameters.names()
         if self._parts is not None:
             fixed = [p.name for p in changes if p.name in ours and p.name != "instruction"]
@@ -276,7 +330,10 @@ class PolicyNode(LifecycleNode):
             logger.info(line)
 
     def publish_state(self) -> None:
-        """``~/state`` and, when it changed, ``~/active_prompt``."""
+        """``~/state`` and, when it changed, ``~/active_prompt``. Never raises."""
+        self._safely(self._publish_state)
+
+    def _publish_state(self) -> None:
         self._state_publisher.publish(String(data=json.dumps(self.state_summary(), default=str)))
         prompt = self._parts.control.prompt if self._parts else None
         if prompt is not None and prompt != self._shown_prompt:

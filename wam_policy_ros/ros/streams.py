@@ -16,6 +16,9 @@ from .messages import check_image, image_size, stamp_to_ns
 RESTART_NS = 500_000_000
 """A stream whose stamps step back by this much has started over; less is late delivery."""
 
+RECENT_NS = 300_000_000
+"""Every frame of so short a time is kept; older ones are thinned."""
+
 Log = Callable[[str], None]
 
 
@@ -97,11 +100,20 @@ class CameraInput:
         limits: age rules.
         size: raw (height, width) of the embodiment; another aspect is warned of.
         keep_s: length of the buffer.
+        spacing_s: of frames older than 0.3 s those closer than this to the one before are dropped; 0 keeps all.
         warn: log function.
     """
 
     def __init__(
-        self, name: str, topic: str, limits: Limits, *, size: tuple[int, int], keep_s: float = 3.0, warn: Log
+        self,
+        name: str,
+        topic: str,
+        limits: Limits,
+        *,
+        size: tuple[int, int],
+        keep_s: float = 3.0,
+        spacing_s: float = 0.0,
+        warn: Log,
     ) -> None:
         self.name, self.topic = name, topic
         self.what = f"camera {name!r} ({topic})"
@@ -110,12 +122,15 @@ class CameraInput:
         self.received = 0
         self.restarts = 0
         self._arrived_ns = 0
-        self._aspect_seen = False
-        self._limits, self._size, self._keep_ns, self._warn = limits, size, round(keep_s * 1e9), warn
+        self._thinned = 0  # so many of the oldest frames are final
+        self._size_seen = False
+        self._limits, self._size, self._warn = limits, size, warn
+        self._keep_ns, self._spacing_ns = round(keep_s * 1e9), round(spacing_s * 1e9)
 
     def clear(self) -> None:
         """Forget every frame."""
         self.frames.clear()
+        self._thinned = 0
 
     def on_message(self, msg: Any, now: Now) -> None:
         """Keep a reference, or count why not."""
@@ -136,13 +151,23 @@ class CameraInput:
                 return
             self.restarts += 1
             self.clear()
-        if not self._aspect_seen:
-            self._aspect_seen = True
-            self._check_aspect(msg)
+        if not self._size_seen and (size := image_size(msg)) is not None:
+            self.saw_size(size)
         self.frames.append(Frame(stamp_ns, msg))
         self._arrived_ns = now.steady_ns
         while self.frames[0].stamp_ns < stamp_ns - self._keep_ns:
             self.frames.popleft()
+            self._thinned = max(0, self._thinned - 1)
+        self._thin(stamp_ns - RECENT_NS)
+
+    def _thin(self, before_ns: int) -> None:
+        """Fast cameras would fill the memory with frames between the moments that a policy looks at."""
+        frames = self.frames
+        while (i := self._thinned) < len(frames) and frames[i].stamp_ns < before_ns:
+            if i > 0 and frames[i].stamp_ns - frames[i - 1].stamp_ns < self._spacing_ns:
+                del frames[i]
+            else:
+                self._thinned += 1
 
     def check(self, now: Now) -> None:
         """Raises MissingInput or StaleInput."""
@@ -169,9 +194,12 @@ class CameraInput:
         """Frames not older than a time, oldest first."""
         return [f for f in self.frames if f.stamp_ns >= start_ns]
 
-    def _check_aspect(self, msg: Any) -> None:
-        got = image_size(msg)
-        if got is not None and abs((got[1] / got[0]) / (self._size[1] / self._size[0]) - 1.0) > 0.1:
+    def saw_size(self, got: tuple[int, int]) -> None:
+        """Warn once if (height, width) is far from the contract's aspect. Also called after decoding, in the worker."""
+        if self._size_seen:
+            return
+        self._size_seen = True
+        if abs((got[1] / got[0]) / (self._size[1] / self._size[0]) - 1.0) > 0.1:
             self._warn(
                 f"{self.what}: image is {got[1]}x{got[0]}, the embodiment's camera {self._size[1]}x{self._size[0]}: "
                 "the aspect differs, see image.resize"
@@ -244,10 +272,6 @@ class JointStateInput:
         for name, samples, arrived_ns in zip(self.names, self._samples, self._arrived_ns, strict=True):
             what = f"joint {name!r} ({self.topic})"
             check_age(what, self.topic, self._limits, stamp_ns=samples[-1][0], arrived_ns=arrived_ns, now=now)
-
-    def newest(self) -> npt.NDArray[np.float64] | None:
-        """``[len(names)]`` newest positions, None until all are known."""
-        return np.array([s[-1][1] for s in self._samples]) if all(self._samples) else None
 
     def at(self, reference_ns: int) -> npt.NDArray[np.float64]:
         """``[len(names)]`` positions at a time: linear between samples, else the nearest.

@@ -30,6 +30,10 @@ class VideoOutput:
         self._node.destroy_publisher(self.observed)
         self._node.destroy_publisher(self.predicted)
 
+    def wanted(self) -> bool:
+        """Does somebody look? Called in the worker thread."""
+        return self.observed.get_subscription_count() + self.predicted.get_subscription_count() > 0
+
     def after_step(self, policy: Policy, chunk: ActionChunk, observation: Observation) -> None:
         """Called in the worker thread after the chunk was handed over. Never raises: a picture is not worth a fault."""
         try:

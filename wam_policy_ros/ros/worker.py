@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from wam_policy_ros.contract.errors import Cancelled, EngineError, WamError
+from wam_policy_ros.contract.errors import Cancelled, EngineError, ObservationError, WamError
 from wam_policy_ros.contract.fakes import example_observation
 from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy, PolicySpec
 
@@ -18,6 +19,11 @@ from .inputs import PendingObservation
 Progress = Callable[[str, float], None]
 PolicyFactory = Callable[[Progress], Policy]
 AfterStep = Callable[[Policy, ActionChunk, Observation], None]
+Log = Callable[[str, str], None]
+
+IDLE_STEPS = 1.5
+"""``after_step`` waits this many control steps for the next request, which comes first. A request that is due at once
+is submitted at the next control tick, so within one step."""
 
 
 class Phase(str, Enum):
@@ -38,7 +44,6 @@ class WorkerStatus:
         phase: see ``Phase``.
         message, fraction: progress of the phase; fraction 0 to 1.
         spec: the policy's spec once it is loaded.
-        error: why the phase is FAILED.
         warm_up_s: duration of the first and of a later call, measured in the warm-up.
     """
 
@@ -46,7 +51,6 @@ class WorkerStatus:
     message: str = "not started"
     fraction: float = 0.0
     spec: PolicySpec | None = None
-    error: Exception | None = None
     warm_up_s: tuple[float, ...] = ()
 
 
@@ -67,7 +71,7 @@ class Result:
     Attributes:
         request: as submitted.
         chunk: None when there is an error.
-        error: a ``WamError``; anything else is wrapped in ``EngineError``.
+        error: a ``WamError`` without traceback or cause; anything else becomes an ``EngineError`` with its text.
         latency_s: submission to answer on the steady clock.
     """
 
@@ -84,18 +88,30 @@ class InferenceWorker:
         factory: makes the policy; called in the thread with a progress callback, which raises ``Cancelled`` when the
             worker is asked to stop.
         notify: called from the thread when a result or a new status is there; must be thread-safe and quick.
-        after_step: called in the thread after a chunk was handed over, for work that may not delay it.
+        log: called from the thread with a level (``error``) and text, tracebacks included.
+        after_step: called in the thread after a chunk was handed over, for work that may not delay the next request:
+            it is left out, and counted in ``after_step_skipped``, when one comes within ``IDLE_STEPS``.
+        after_step_wanted: asked before each; while it says no, nothing is kept for ``after_step``.
     """
 
-    def __init__(self, factory: PolicyFactory, *, notify: Callable[[], None], after_step: AfterStep) -> None:
-        self._factory, self._notify, self._after_step = factory, notify, after_step
+    def __init__(
+        self,
+        factory: PolicyFactory,
+        *,
+        notify: Callable[[], None],
+        log: Log,
+        after_step: AfterStep,
+        after_step_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._factory, self._notify, self._log = factory, notify, log
+        self._after_step, self._after_step_wanted = after_step, after_step_wanted
         self._cond = threading.Condition()
         self._stop = False
         self._generation = 0
         self._inbox: Request | None = None
         self._mailbox: Result | None = None
         self._status = WorkerStatus()
-        self.superseded = 0
+        self.superseded = self.after_step_skipped = 0
         self._thread = threading.Thread(target=self._run, name="wam_inference", daemon=True)
 
     def start(self) -> None:
@@ -169,7 +185,9 @@ class InferenceWorker:
         except Cancelled:
             self._set(phase=Phase.STOPPED, message="stopped")
         except Exception as error:
-            self._set(phase=Phase.FAILED, message=f"{type(error).__name__}: {error}", error=error)
+            # As text: the traceback's frames hold the policy, all its weights included.
+            self._log("error", f"the policy failed\n{traceback.format_exc()}")
+            self._set(phase=Phase.FAILED, message=f"{type(error).__name__}: {error}")
 
     def _warm_up(self, policy: Policy) -> None:
         """A first and a later call in a throwaway session, so that no robot waits for kernels to be built."""
@@ -201,19 +219,14 @@ class InferenceWorker:
                 session = None
             if stop:
                 return
-            if request is None or request.generation != current:
-                continue
-            if session is None:
-                session, generation, calls = policy.open(request.session_id), request.generation, 0
-            observation, result = self._step(policy, session, request, first_call=calls == 0)
-            calls += result.chunk is not None
-            self._hand_over(result)
-            if result.chunk is not None and observation is not None:
-                self._after_step(policy, result.chunk, observation)
+            if request is not None and request.generation == current:
+                if session is None:
+                    session, generation, calls = policy.open(request.session_id), request.generation, 0
+                calls += self._answer(policy, session, request, first_call=calls == 0)
+            del request  # what is not needed may not wait here for the next request
 
-    def _step(
-        self, policy: Policy, session: Any, request: Request, *, first_call: bool
-    ) -> tuple[Observation | None, Result]:
+    def _answer(self, policy: Policy, session: Any, request: Request, *, first_call: bool) -> bool:
+        """Make the call and hand the result over. True when there was a chunk."""
         observation: Observation | None = None
         chunk: ActionChunk | None = None
         error: WamError | None = None
@@ -221,11 +234,27 @@ class InferenceWorker:
             observation = request.observation.materialise(policy.spec.cameras, first_call=first_call)
             chunk = policy.infer(session, observation, cancelled=lambda: self._void(request))
         except WamError as e:
-            error = e
+            if not isinstance(e, (ObservationError, Cancelled)):
+                self._log("error", f"the policy refused a step\n{traceback.format_exc()}")
+            error = _bare(e)
         except Exception as e:
+            self._log("error", f"the policy raised\n{traceback.format_exc()}")
             error = EngineError(f"the policy raised {type(e).__name__}: {e}")
-            error.__cause__ = e
-        return observation, Result(request, chunk, error, time.monotonic() - request.submitted_s)
+        self._hand_over(Result(request, chunk, error, time.monotonic() - request.submitted_s))
+        if chunk is None or observation is None:
+            return False
+        if self._after_step_wanted():
+            if self._stays_idle(request.generation, IDLE_STEPS * policy.spec.dt_s):
+                self._after_step(policy, chunk, observation)
+            else:
+                self.after_step_skipped += 1
+        return True
+
+    def _stays_idle(self, generation: int, timeout_s: float) -> bool:
+        with self._cond:
+            return not self._cond.wait_for(
+                lambda: self._stop or self._inbox is not None or self._generation != generation, timeout_s
+            )
 
     def _void(self, request: Request) -> bool:
         return self._stop or request.generation != self._generation
@@ -235,3 +264,15 @@ class InferenceWorker:
             if result.request.generation == self._generation:
                 self._mailbox = result
         self._notify()
+
+
+def _bare(error: WamError) -> WamError:
+    """Only the text of an error. It lives on in results and states, and its traceback would keep the frames of the
+    failed step alive: activations and key/value windows, in a cycle that only the garbage collector ends."""
+    if error.__cause__ is not None:
+        error.add_note(f"caused by {type(error.__cause__).__name__}: {error.__cause__}")
+    for name in ("got", "expected"):
+        value = getattr(error, name)
+        setattr(error, name, None if value is None else str(value))
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -1,0 +1,56 @@
+"""Feeds ``Inputs`` from topics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from rclpy.event_handler import SubscriptionEventCallbacks
+from rclpy.qos import QoSProfile
+from sensor_msgs.msg import CompressedImage, Image, JointState
+
+from .inputs import Inputs
+from .parameters import NodeParameters
+from .qos import sensor_qos
+from .streams import Log, Now
+
+Guard = Callable[..., Any]
+"""Calls a function with arguments and lets no exception through."""
+
+
+def subscribe(
+    node: Any,
+    inputs: Inputs,
+    params: NodeParameters,
+    entities: ExitStack,
+    *,
+    clock: Callable[[], Now],
+    guard: Guard,
+    warn: Log,
+) -> None:
+    """Create the subscriptions of all cameras and of the joints on a node; ``entities`` destroys them.
+
+    Args:
+        clock: reads both clocks, at the arrival of a message.
+        guard: every callback runs through it.
+        warn: log function.
+    """
+
+    def one(kind: type, topic: str, qos: QoSProfile, sink: Callable[[Any, Now], None]) -> None:
+        def incompatible(event: Any) -> None:
+            warn(
+                f"{topic}: {event.total_count} publisher(s) with incompatible QoS (policy {event.last_policy_kind}), "
+                "from which nothing is received; remedy: image.reliable: false, or a reliable publisher"
+            )
+
+        events = SubscriptionEventCallbacks(incompatible_qos=lambda event: guard(incompatible, event))
+        received = node.create_subscription(
+            kind, topic, lambda msg: guard(lambda: sink(msg, clock())), qos, event_callbacks=events
+        )
+        entities.callback(node.destroy_subscription, received)
+
+    image_kind = CompressedImage if params.image_compressed else Image
+    for camera in inputs.cameras.values():
+        one(image_kind, camera.topic, sensor_qos(5, reliable=params.image_reliable), camera.on_message)
+    one(JointState, inputs.joint_states.topic, sensor_qos(10), inputs.joint_states.on_message)
