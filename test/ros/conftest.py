@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+WITHOUT_ROS = "test_without_ros.py"
+"""Runs on every machine."""
+
 HAVE_ROS = importlib.util.find_spec("rclpy") is not None
 
 
@@ -20,12 +23,12 @@ class _WithoutRos(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    return None if HAVE_ROS else _WithoutRos.from_parent(parent, path=module_path)
+    return None if HAVE_ROS or module_path.name == WITHOUT_ROS else _WithoutRos.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "test/ros/" in str(item.path).replace(os.sep, "/"):
+        if "test/ros/" in str(item.path).replace(os.sep, "/") and item.path.name != WITHOUT_ROS:
             item.add_marker(pytest.mark.ros)
 
 

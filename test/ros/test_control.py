@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from wam_policy_ros.contract.embodiment import get_embodiment
-from wam_policy_ros.contract.errors import InvalidImage, PromptError
+from wam_policy_ros.contract.errors import ConfigError, InvalidImage, PromptError
 from wam_policy_ros.contract.fakes import spec_of
-from wam_policy_ros.contract.interface import ActionChunk
+from wam_policy_ros.contract.interface import ActionChunk, ResetReason
+from wam_policy_ros.ros.checks import check_steps
 from wam_policy_ros.ros.clock_watch import ClockWatch
 from wam_policy_ros.ros.control import ControlLoop, Substate
 from wam_policy_ros.ros.inputs import Inputs
@@ -19,7 +20,7 @@ from wam_policy_ros.ros.messages import Trajectory, ns_to_stamp, rgb_to_image, t
 from wam_policy_ros.ros.outputs import TrajectoryOutput
 from wam_policy_ros.ros.parameters import NodeParameters
 from wam_policy_ros.ros.streams import Now
-from wam_policy_ros.ros.worker import Request, Result, WorkerStatus
+from wam_policy_ros.ros.worker import Phase, Request, Result, WorkerStatus
 
 from .harness import NAMES
 from .test_inputs import joints
@@ -62,9 +63,11 @@ class Publisher:
 class Desk:
     """A control loop whose time is moved by the test. Ticks are 1/15 s; cameras and joints deliver at every tick."""
 
-    def __init__(self, *, simulated: bool = False, **params: Any) -> None:
+    def __init__(self, *, simulated: bool = False, warm_up_s: tuple[float, ...] = (), **params: Any) -> None:
+        self.lag_ns = 0  # age of the images at delivery
         self.ros_ns, self.steady_ns = T0, 7 * 10**9
         self.worker, self.publisher, self.log = Worker(), Publisher(), []  # type: ignore[var-annotated]
+        self.worker.status = WorkerStatus(warm_up_s=warm_up_s)
         values = {"backend": "hold", "instruction": "go", **params}
         self.params = NodeParameters.from_values(values)
         e = get_embodiment("oxe_droid")
@@ -88,7 +91,7 @@ class Desk:
         return Now(self.ros_ns, self.steady_ns)
 
     def deliver(self) -> None:
-        image = rgb_to_image(np.zeros((18, 32, 3), np.uint8), stamp_ns=self.ros_ns)
+        image = rgb_to_image(np.zeros((18, 32, 3), np.uint8), stamp_ns=self.ros_ns - self.lag_ns)
         for camera in self.inputs.cameras.values():
             camera.on_message(image, self.now())
         state = joints(0, dict.fromkeys(NAMES, 0.25))
@@ -104,14 +107,21 @@ class Desk:
                 self.deliver()
             self.loop.on_tick()
 
-    def answer(self, *, latency_s: float = 0.0, rows: np.ndarray | None = None, error: Any = None) -> None:
+    def answer(
+        self,
+        *,
+        latency_s: float = 0.0,
+        rows: np.ndarray | None = None,
+        error: Any = None,
+        reset: ResetReason | None = None,
+    ) -> None:
         request = self.worker.requests[-1]
         self.ros_ns += round(latency_s * 1e9)
         self.steady_ns += round(latency_s * 1e9)
         chunk = None
         if error is None:
             rows = np.tile(np.arange(24.0)[:, None] * 0.01, (1, 8)) if rows is None else rows
-            chunk = ActionChunk(rows, SPEC.dt_s, request.observation.stamp_ns, request.session_id, 0)
+            chunk = ActionChunk(rows, SPEC.dt_s, request.observation.stamp_ns, request.session_id, 0, reset=reset)
         self.worker.result = Result(request, chunk, error, latency_s)
         self.loop.on_worker()
 
@@ -270,3 +280,138 @@ def test_the_deadline_is_on_the_steady_clock() -> None:
         desk.steady_ns += DT_NS
         desk.loop.on_tick()
     assert "deadline" in desk.loop.fault
+
+
+def times_s(msg: Any) -> list[float]:
+    return [p.time_from_start.sec + p.time_from_start.nanosec * 1e-9 for p in msg.points]
+
+
+def test_a_session_that_starts_at_a_standstill_runs_its_first_chunk_whole() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(26)  # the plan has ended
+    desk.loop.reset()
+    assert len(desk.publisher.sent) == 1, "nothing to hold"
+    desk.tick()
+    assert len(desk.worker.requests) == 3, "asked at once"
+    desk.answer(latency_s=0.9)
+    assert len(desk.publisher.sent[-1].points) == 24
+    assert times_s(desk.publisher.sent[-1])[0] == pytest.approx(1 / 15)
+
+
+def test_activated_while_it_still_brakes_it_waits_until_it_stands() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(3)
+    desk.loop.deactivate()
+    braked_ns = desk.ros_ns + 200_000_000
+    desk.loop.activate(SPEC)
+    desk.tick(8)
+    assert desk.worker.requests[-1].observation.stamp_ns >= braked_ns
+    desk.answer(latency_s=0.9)
+    assert len(desk.publisher.sent[-1].points) == 24
+
+
+def test_a_second_reset_while_braking_does_not_brake_longer() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(3)
+    desk.loop.reset()
+    braked_ns = desk.ros_ns + 200_000_000
+    desk.tick(1)
+    desk.loop.reset()
+    desk.tick(8)
+    assert desk.worker.requests[-1].observation.session_start_ns == braked_ns
+
+
+@pytest.mark.parametrize("latency_s", [1.34, 1.5])
+def test_stop_and_go_wastes_no_step_on_frames_that_show_the_robot_in_motion(latency_s: float) -> None:
+    desk = Desk(warm_up_s=(9.0, latency_s))
+    desk.lag_ns = 30_000_000  # as every real camera: the newest frame is older than the tick
+    for _ in range(5):
+        asked = len(desk.worker.requests)
+        while len(desk.worker.requests) == asked:
+            desk.tick()
+        desk.answer(latency_s=latency_s)
+    assert [len(m.points) for m in desk.publisher.sent] == [24] * 5
+    assert desk.loop.counters["late"] == 0 and not desk.loop.fault
+    assert desk.loop.counters["stop_and_go"] == 5, "said from the first chunk on"
+
+
+def test_a_policy_that_has_failed_is_noticed_again_after_a_reset() -> None:
+    desk = Desk()
+    desk.tick(2)
+    desk.worker.status = WorkerStatus(phase=Phase.FAILED, message="RuntimeError: the device is gone")
+    desk.loop.on_worker()
+    assert "the device is gone" in desk.loop.fault
+    desk.loop.reset()
+    asked = len(desk.worker.requests)
+    desk.tick(4)
+    assert "the device is gone" in desk.loop.fault and len(desk.worker.requests) == asked
+
+
+def test_expected_latency_starts_with_the_warm_up_and_leaves_out_calls_from_an_empty_window() -> None:
+    desk = Desk(warm_up_s=(3.0, 0.2))
+    assert desk.loop.summary()["expected_latency_s"] == 0.2
+    desk.tick(2)
+    desk.answer(latency_s=0.9)
+    assert (desk.loop.latency_s, desk.loop.summary()["expected_latency_s"]) == (0.9, 0.2), "the first call"
+    desk.tick(9)
+    desk.answer(latency_s=0.6, reset=ResetReason.WINDOW_FULL)
+    assert (desk.loop.latency_s, desk.loop.summary()["expected_latency_s"]) == (0.6, 0.2)
+    desk.tick(9)
+    desk.answer(latency_s=0.3)
+    assert desk.loop.summary()["expected_latency_s"] == pytest.approx(0.23)
+
+
+def test_a_policy_far_slower_than_in_its_warm_up_ends_in_stop_and_go_not_in_a_fault() -> None:
+    desk = Desk(warm_up_s=(0.1, 0.1))
+    for _ in range(6):
+        asked = len(desk.worker.requests)
+        while len(desk.worker.requests) == asked:
+            desk.tick()
+        desk.answer(latency_s=1.5)
+    assert not desk.loop.fault and desk.loop.counters["late"] == 1
+    assert [len(m.points) for m in desk.publisher.sent] == [24] * 5
+
+
+def test_sessions_are_counted_when_they_start() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(9)
+    assert desk.loop.summary()["counters"]["sessions"] == 1
+    desk.loop.latch("test")
+    desk.loop.deactivate()
+    desk.loop.activate(SPEC)
+    assert desk.loop.summary()["counters"]["sessions"] == 1
+    desk.tick(8)
+    assert desk.loop.summary()["counters"]["sessions"] == 2
+
+
+def test_a_hold_that_cannot_be_sent_still_latches_and_voids_the_step_under_way() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(9)
+    generation = desk.worker.generations[-1]
+
+    def broken(plan: Trajectory) -> None:
+        raise RuntimeError("publisher is invalid")
+
+    desk.loop._output._send = broken
+    with pytest.raises(RuntimeError, match="invalid"):
+        desk.loop.latch("test")
+    assert desk.loop.fault == "test" and desk.loop.substate is Substate.HOLDING
+    assert desk.worker.generations[-1] > generation
+    with pytest.raises(RuntimeError, match="invalid"):
+        desk.loop.deactivate()
+    assert not desk.loop.active
+
+
+@pytest.mark.parametrize(("steps", "fits"), [(21, True), (22, False), (24, False)])
+def test_steps_to_execute_must_leave_rows_of_the_horizon(steps: int, fits: bool) -> None:
+    params = NodeParameters.from_values({"backend": "hold", "control.execute_steps": steps})
+    if fits:
+        check_steps(params, SPEC)
+    else:
+        with pytest.raises(ConfigError, match=rf"execute_steps.*{steps} steps of a horizon of 24.*at most 21"):
+            check_steps(params, SPEC)

@@ -1,19 +1,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
+import cv2
 import numpy as np
 import pytest
-from sensor_msgs.msg import Image, JointState
+from sensor_msgs.msg import CompressedImage, Image, JointState
 
 from wam_policy_ros.contract.embodiment import get_embodiment
 from wam_policy_ros.contract.errors import ConfigError, InvalidImage, MissingInput, StaleInput
 from wam_policy_ros.contract.fakes import spec_of
+from wam_policy_ros.contract.history import select_frames
 from wam_policy_ros.ros.inputs import Inputs, PendingObservation, camera_topics
 from wam_policy_ros.ros.joints import JointMap
 from wam_policy_ros.ros.messages import ns_to_stamp, rgb_to_image
 from wam_policy_ros.ros.parameters import NodeParameters
 from wam_policy_ros.ros.streams import CameraInput, JointStateInput, Limits, Now
+from wam_policy_ros.ros.subscriptions import subscribe
 
 SPEC = spec_of("oxe_droid", weights="none")
 NAMES = [f"j{i}" for i in range(7)] + ["finger"]
@@ -253,6 +260,51 @@ def test_another_aspect_warns_once() -> None:
     assert len(rig.log) == 1 and "aspect" in rig.log[0] and "64x48" in rig.log[0]
 
 
+def test_another_aspect_of_a_compressed_camera_warns_once_when_it_is_decoded() -> None:
+    rig = Rig(**{"image.compressed": True})
+    for k in range(3):
+        for name in CAMERAS:
+            shape = (48, 64, 3) if name == CAMERAS[1] else (18, 32, 3)
+            msg = CompressedImage(format="png", data=cv2.imencode(".png", np.zeros(shape, np.uint8))[1].tobytes())
+            msg.header.stamp = ns_to_stamp(T0 + k * FRAME_NS)
+            rig.inputs.cameras[name].on_message(msg, at(k * FRAME_NS))
+        rig.all_joints(k * FRAME_NS)
+        rig.inputs.snapshot(at(k * FRAME_NS), T0, "p").materialise(SPEC.cameras, first_call=k == 0)
+    assert len(rig.log) == 1 and "aspect" in rig.log[0] and "64x48" in rig.log[0] and CAMERAS[1] in rig.log[0]
+
+
+def feed(rate_hz: float, jitter_s: float = 0.0, seconds: float = 6.0) -> tuple[CameraInput, list[int]]:
+    """A camera of the node at a rate, and the stamps it sent in the last 3 s."""
+    camera = Rig().inputs.cameras[CAMERAS[0]]
+    rng = np.random.default_rng(5)
+    times_s = np.arange(round(seconds * rate_hz)) / rate_hz
+    stamps = [T0 + round(t * 1e9) for t in times_s + rng.uniform(-jitter_s, jitter_s, len(times_s))]
+    for stamp in stamps:
+        msg = SimpleNamespace(encoding="mono8", height=1, width=1, step=1, data=b"0")
+        msg.header = SimpleNamespace(stamp=ns_to_stamp(stamp))
+        camera.on_message(msg, at(stamp - T0))
+    return camera, [s for s in stamps if s >= stamps[-1] - 3 * 10**9]
+
+
+@pytest.mark.parametrize(("rate_hz", "jitter_s"), [(60, 0.001), (90, 0.003), (200, 0.0), (41, 0.0)])
+def test_a_fast_camera_is_thinned_without_moving_what_the_policy_sees(rate_hz: float, jitter_s: float) -> None:
+    camera, sent = feed(rate_hz, jitter_s)
+    kept = [f.stamp_ns for f in camera.frames]
+    assert len(kept) < 2.7 / 0.030 + 0.3 * rate_hz + 3
+    assert [s for s in sent if s >= sent[-1] - 300_000_000] == [s for s in kept if s >= sent[-1] - 300_000_000]
+    for reference in sent[-20:]:
+        now = [sent[i] for i in select_frames(sent, reference, SPEC.frame_offsets, 15.0).indices]
+        pick = select_frames(kept, reference, SPEC.frame_offsets, 15.0)
+        assert np.abs(np.subtract(now, [kept[i] for i in pick.indices])).max() <= 0.5e9 / 15
+        assert pick.off_schedule == pick.padded == 0
+
+
+@pytest.mark.parametrize("rate_hz", [15, 30])
+def test_cameras_of_up_to_twice_the_control_rate_lose_nothing(rate_hz: float) -> None:
+    camera, sent = feed(rate_hz, 0.001)
+    assert [f.stamp_ns for f in camera.frames] == sent
+
+
 @pytest.mark.parametrize(
     ("values", "topics"),
     [
@@ -331,3 +383,32 @@ class TestJointStates:
         assert stream.at(T0 - ms(90))[0] == stream.at(T0 + ms(90))[0] == 0.3
         with pytest.raises(StaleInput, match="time of the images"):
             stream.at(T0 - ms(110))
+
+
+def test_every_callback_of_a_subscription_runs_through_the_guard() -> None:
+    made: list[tuple[Any, Any]] = []
+    guarded: list[Exception] = []
+
+    def guard(step: Callable[..., Any], *args: Any) -> None:
+        try:
+            step(*args)
+        except RuntimeError as error:
+            guarded.append(error)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("defect")
+
+    node = SimpleNamespace(
+        create_subscription=lambda kind, topic, callback, qos, *, event_callbacks: made.append(
+            (callback, event_callbacks.incompatible_qos)
+        ),
+        destroy_subscription=lambda subscription: None,
+    )
+    rig = Rig()
+    with ExitStack() as entities:
+        subscribe(node, rig.inputs, rig.params, entities, clock=broken, guard=guard, warn=broken)
+    assert len(made) == 4
+    for on_message, on_event in made:
+        on_message(image(0))
+        on_event(SimpleNamespace(total_count=1, last_policy_kind="reliability"))
+    assert len(guarded) == 8

@@ -11,7 +11,12 @@ import pytest
 from wam_policy_ros.contract.errors import Cancelled, EngineError
 from wam_policy_ros.contract.fakes import HoldPolicy, ScriptedPolicy
 from wam_policy_ros.contract.interface import Observation
+from wam_policy_ros.ros.control import ControlLoop
+from wam_policy_ros.ros.lifecycle import Autostart
 from wam_policy_ros.ros.messages import stamp_to_ns
+from wam_policy_ros.ros.outputs import TrajectoryOutput
+from wam_policy_ros.ros.policy_node import PolicyNode
+from wam_policy_ros.ros.streams import CameraInput, JointStateInput
 
 from .conftest import wait_for
 from .harness import CAMERAS, HOME, NAMES, System, positions, times_s
@@ -192,7 +197,7 @@ def test_a_slow_policy_does_not_block_callbacks(make: Make) -> None:
 
 def test_a_policy_slower_than_its_chunk_executes_whole_chunks_from_a_standstill(make: Make) -> None:
     def rows(observation: Observation, step: int) -> np.ndarray:
-        time.sleep(1.5 if observation.prompt == "stir the pot" else 0.0)
+        time.sleep(1.5 if observation.prompt == "stir the pot" or step == 1 else 0.0)
         return ramp(observation, step)
 
     system = make(ScriptedPolicy(rows), **{"sync.max_age_s": 1.0, "sync.joint_max_age_s": 1.0})
@@ -404,3 +409,125 @@ def test_a_policy_of_another_action_space_is_refused(make: Make) -> None:
     state = wait_for(lambda: system.robot.state.get("refused") and system.robot.state)
     assert "joint_velocity" in state["refused"] and "joint_position" in state["refused"]
     assert state["lifecycle"] == "inactive"
+
+
+def test_steps_to_execute_beyond_the_horizon_are_refused_at_activation(make: Make) -> None:
+    system = make(HoldPolicy(), **{"control.execute_steps": 22})
+    state = wait_for(lambda: system.robot.state.get("refused") and system.robot.state)
+    assert "22 steps of a horizon of 24" in state["refused"] and state["lifecycle"] == "inactive"
+
+
+class Sabotage:
+    """Makes a method raise from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        self.on, self.raised = False, 0
+        method = getattr(owner, name)
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            if self.on:
+                self.raised += 1
+                raise RuntimeError(f"sabotage of {name}")
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, broken)
+
+
+def reset(system: System) -> None:
+    assert not system.reset().success
+
+
+def instruct(system: System) -> None:
+    from rclpy.parameter import Parameter
+
+    change = [Parameter("instruction", value="open the drawer")]
+    (result,) = system.on_node(lambda: system.node.set_parameters(change))
+    assert not result.successful
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "cause"),
+    [
+        (CameraInput, "on_message", None),
+        (JointStateInput, "on_message", None),
+        (ControlLoop, "on_tick", None),
+        (ControlLoop, "on_worker", None),
+        (ControlLoop, "set_prompt", lambda system: system.robot.say("close the lid")),
+        (ControlLoop, "set_prompt", instruct),
+        (ControlLoop, "reset", reset),
+        (PolicyNode, "state_summary", None),
+    ],
+)
+def test_a_defect_in_any_callback_holds_and_latches_and_the_node_lives_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, cause: Callable[[System], None] | None
+) -> None:
+    sabotage = Sabotage(monkeypatch, owner, name)
+    system = make(ScriptedPolicy(ramp))
+    system.robot.wait_state(substate="running")
+    sabotage.on = True
+    if cause is not None:
+        cause(system)
+    wait_for(lambda: sabotage.raised)
+    control = system.node.control
+    assert control is not None
+    wait_for(lambda: f"sabotage of {name}" in control.fault)
+    wait_for(system.robot.holds, what="the robot is held")
+    sabotage.on = False
+    assert system.reset().success
+    system.robot.wait_state(substate="running", fault="")
+
+
+def test_a_defect_while_holding_does_not_end_the_node(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    tick = Sabotage(monkeypatch, ControlLoop, "on_tick")
+    hold = Sabotage(monkeypatch, TrajectoryOutput, "hold")
+    summary = Sabotage(monkeypatch, PolicyNode, "state_summary")
+    system = make(ScriptedPolicy(ramp))
+    system.robot.wait_state(substate="running")
+    hold.on = tick.on = summary.on = True
+    wait_for(lambda: hold.raised and summary.raised)
+    tick.on = hold.on = summary.on = False
+    assert "sabotage of on_tick" in system.robot.wait_state(substate="holding")["fault"]
+
+
+def test_a_defect_of_the_automatic_start_is_logged(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    sabotage = Sabotage(monkeypatch, Autostart, "_step")
+    sabotage.on = True
+    system = make(HoldPolicy())
+    wait_for(lambda: sabotage.raised > 1)
+    sabotage.on = False
+    system.robot.wait_state(substate="running")
+
+
+@pytest.mark.parametrize("name", ["deactivate", "hold"])
+def test_the_worker_is_stopped_even_when_the_robot_cannot_be_held(
+    make: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    sabotage = Sabotage(monkeypatch, ControlLoop if name == "deactivate" else TrajectoryOutput, name)
+    system = make(ScriptedPolicy(ramp))
+    system.robot.wait_state(substate="running")
+    worker = system.node._parts.worker  # type: ignore[union-attr]
+    sabotage.on = True
+    assert system.on_node(lambda: system.node.close(5.0))
+    assert sabotage.raised and not worker.alive and system.node._old_worker is worker
+
+
+def test_the_last_hold_has_arrived_before_its_publisher_goes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rclpy.lifecycle import LifecyclePublisher
+
+    order: list[str] = []
+    waits, destroys = LifecyclePublisher.wait_for_all_acked, PolicyNode.destroy_lifecycle_publisher
+    monkeypatch.setattr(
+        LifecyclePublisher,
+        "wait_for_all_acked",
+        lambda self, timeout: (order.append(f"acked {timeout.nanoseconds * 1e-9:.1f}"), waits(self, timeout))[1],
+    )
+    monkeypatch.setattr(
+        PolicyNode,
+        "destroy_lifecycle_publisher",
+        lambda self, publisher: (order.append("destroyed"), destroys(self, publisher))[1],
+    )
+    system = make(ScriptedPolicy(ramp))
+    system.robot.wait_state(substate="running")
+    system.on_node(system.node.trigger_shutdown)
+    assert order == ["acked 0.1", "destroyed"]
+    wait_for(system.robot.holds)

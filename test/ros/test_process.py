@@ -37,13 +37,18 @@ def slow(session, observation, *, cancelled=None):
     if observation.prompt == "stir the pot" and session.step >= 1:
         print("STEP", flush=True)
         end = time.monotonic() + 30
-        while time.monotonic() < end and not (kind == "slow" and cancelled()):
+        while time.monotonic() < end and not (kind != "deaf" and cancelled()):
             time.sleep(0.01)
     return infer(session, observation, cancelled=cancelled)
 policy.infer = slow
 main.JOIN_S = 1.0
 rclpy.init(args=sys.argv, signal_handler_options=SignalHandlerOptions.NO)
 node = PolicyNode(lambda params, progress: policy)
+def explode():
+    if kind == "explodes" and node.control is not None and node.control.substate.value == "running":
+        print("STEP", flush=True)
+        raise RuntimeError("an unguarded callback")
+node.create_timer(0.3, explode)
 sys.exit(main.run(node, main.StopSignals(), executor=str(node.get_parameter("executor").value)))
 """
 CONFIG = Path(__file__).parents[2] / "config"
@@ -98,6 +103,13 @@ def test_a_step_that_cannot_be_stopped_does_not_keep_the_process(start: Any) -> 
     assert child.wait(8) == 1, "not 0: the worker was not joined; not 134: no abort"
     assert "worker thread still runs" in log.read_text()
     wait_for(robot.holds)
+
+
+def test_an_exception_that_ends_the_executor_ends_with_a_hold_and_exit_code_1(start: Any) -> None:
+    child, robot, log = start(["-c", CHILD, "explodes"])
+    assert child.wait(20) == 1, "not 134: no abort; not 0"
+    wait_for(robot.holds, what="a hold before the end")
+    assert "an unguarded callback" in log.read_text() and "Traceback" in log.read_text()
 
 
 def test_the_console_entry_runs_from_the_packaged_yaml_files(start: Any) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +100,19 @@ class Bench:
 
 def idle_worker(factory: Any) -> InferenceWorker:
     return InferenceWorker(factory, notify=lambda: None, log=lambda *_: None, after_step=lambda *_: None)
+
+
+class Activations:
+    """Stands for what a step holds on the device."""
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What dies here dies because nothing refers to it any more."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture
@@ -252,3 +267,88 @@ def test_failure_to_load_is_a_status() -> None:
 
 def test_stop_before_start_is_harmless() -> None:
     assert idle_worker(lambda progress: HoldPolicy()).stop(0.1)
+
+
+@pytest.mark.parametrize("kind", [EngineError, RuntimeError])
+def test_a_failed_step_keeps_nothing_of_its_frames_alive(bench: Bench, no_collector: None, kind: type) -> None:
+    alive: list[weakref.ref[Activations]] = []
+
+    def rows(observation: Observation, step: int) -> np.ndarray:
+        activations = Activations()
+        if observation.prompt != "p":
+            return np.zeros((24, 8))
+        alive.append(weakref.ref(activations))
+        try:
+            raise ValueError("the device is out of memory")
+        except ValueError as cause:
+            raise (EngineError("no step", got=activations) if kind is EngineError else kind("no step")) from cause
+
+    bench.policy._rows = rows
+    bench.start()
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    result = bench.answer()
+    assert type(result.error) is EngineError and "no step" in str(result.error)
+    wait_for(lambda: alive[0]() is None, 2, "the frames of the failed step are gone")
+    error = result.error
+    assert error.__traceback__ is error.__cause__ is error.__context__ is None
+    (line,) = bench.lines
+    assert "Traceback" in line and "the device is out of memory" in line, "the log has it all"
+
+
+def test_an_error_says_its_cause_in_words(bench: Bench) -> None:
+    bench.gate.set()
+    bench.start()
+    bench.error = EngineError("no step")
+    bench.error.__cause__ = ValueError("out of memory")
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    error = bench.answer().error
+    assert error is not None and error.__notes__ == ["caused by ValueError: out of memory"]
+
+
+def test_nothing_of_a_step_waits_in_the_worker_for_the_next_one(bench: Bench, no_collector: None) -> None:
+    bench.gate.set()
+    bench.policy._record = False
+    bench.worker._after_step_wanted = lambda: False
+    observations: list[weakref.ref[Observation]] = []
+    bench.start()
+    infer = bench.policy.infer
+    bench.policy.infer = lambda s, o, **kw: (observations.append(weakref.ref(o)), infer(s, o, **kw))[1]  # type: ignore[method-assign]
+    bench.worker.new_generation(1)
+    pending = weakref.ref(bench.ask(1))
+    chunk = weakref.ref(bench.answer().chunk)  # type: ignore[arg-type]
+    for what in (pending, chunk, observations[0]):
+        wait_for(lambda what=what: what() is None, 2, f"{what} is gone")
+    assert not bench.after
+
+
+def test_a_policy_that_fails_in_its_warm_up_is_freed(no_collector: None) -> None:
+    policies: list[weakref.ref[ScriptedPolicy]] = []
+
+    def factory(progress: Any) -> Any:
+        def rows(observation: Observation, step: int) -> np.ndarray:
+            raise RuntimeError("no kernel for this device")
+
+        policy = ScriptedPolicy(rows)
+        policies.append(weakref.ref(policy))
+        return policy
+
+    worker = idle_worker(factory)
+    worker.start()
+    wait_for(lambda: worker.status.phase is Phase.FAILED)
+    wait_for(lambda: policies[0]() is None, 2, "the weights are gone while the status is kept")
+    assert "no kernel" in worker.status.message
+
+
+def test_work_after_a_step_gives_way_to_the_next_request(bench: Bench) -> None:
+    bench.gate.set()
+    bench.start()
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    bench.answer()
+    bench.ask(1, 2.0)  # within a control step, as an executor does when the policy is the slower one
+    bench.answer()
+    wait_for(lambda: bench.after, what="the second step, after which nothing was asked")
+    assert bench.after[0][2].state["joint_position"][0] == 2.0
+    assert bench.worker.after_step_skipped == 1 and len(bench.after) == 1

@@ -292,9 +292,8 @@ class ControlLoop:
             self.latch(f"{self._late_in_a_row} chunks in a row came too late; {error}")
             return
         self._log("warn", str(error))
-        if self._late_in_a_row == MAX_LATE_IN_A_ROW and self._mean_latency_s is not None:
-            # No accident, but a policy slower than was measured; the mean would learn it too late.
-            self._mean_latency_s = max(self._mean_latency_s, age_s)
+        # The mean alone would learn of a policy that has become slower only after many more late chunks.
+        self._mean_latency_s = max(self._mean_latency_s or 0.0, age_s)
         assert self._spec is not None
         self._plan_next(self._clock().ros_ns - round(self._params.control_execute_steps * self._spec.dt_s * 1e9))
 

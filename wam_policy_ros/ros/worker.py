@@ -230,9 +230,10 @@ class InferenceWorker:
         observation: Observation | None = None
         chunk: ActionChunk | None = None
         error: WamError | None = None
+        generation = request.generation
         try:
             observation = request.observation.materialise(policy.spec.cameras, first_call=first_call)
-            chunk = policy.infer(session, observation, cancelled=lambda: self._void(request))
+            chunk = policy.infer(session, observation, cancelled=lambda: self._void(generation))
         except WamError as e:
             if not isinstance(e, (ObservationError, Cancelled)):
                 self._log("error", f"the policy refused a step\n{traceback.format_exc()}")
@@ -244,7 +245,7 @@ class InferenceWorker:
         if chunk is None or observation is None:
             return False
         if self._after_step_wanted():
-            if self._stays_idle(request.generation, IDLE_STEPS * policy.spec.dt_s):
+            if self._stays_idle(generation, IDLE_STEPS * policy.spec.dt_s):
                 self._after_step(policy, chunk, observation)
             else:
                 self.after_step_skipped += 1
@@ -252,12 +253,10 @@ class InferenceWorker:
 
     def _stays_idle(self, generation: int, timeout_s: float) -> bool:
         with self._cond:
-            return not self._cond.wait_for(
-                lambda: self._stop or self._inbox is not None or self._generation != generation, timeout_s
-            )
+            return not self._cond.wait_for(lambda: self._inbox is not None or self._void(generation), timeout_s)
 
-    def _void(self, request: Request) -> bool:
-        return self._stop or request.generation != self._generation
+    def _void(self, generation: int) -> bool:
+        return self._stop or generation != self._generation
 
     def _hand_over(self, result: Result) -> None:
         with self._cond:
