@@ -455,7 +455,7 @@ def instruct(system: System) -> None:
         (ControlLoop, "set_prompt", lambda system: system.robot.say("close the lid")),
         (ControlLoop, "set_prompt", instruct),
         (ControlLoop, "reset", reset),
-        (PolicyNode, "state_summary", None),
+        (PolicyNode, "state_summary", lambda system: system.on_node(system.node.publish_state)),
     ],
 )
 def test_a_defect_in_any_callback_holds_and_latches_and_the_node_lives_on(
@@ -507,7 +507,7 @@ def test_the_worker_is_stopped_even_when_the_robot_cannot_be_held(
     system.robot.wait_state(substate="running")
     worker = system.node._parts.worker  # type: ignore[union-attr]
     sabotage.on = True
-    assert system.on_node(lambda: system.node.close(5.0))
+    system.on_node(system.node.trigger_shutdown)
     assert sabotage.raised and not worker.alive and system.node._old_worker is worker
 
 
