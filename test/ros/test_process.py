@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("ros")
 
 # The node with a policy whose steps take long and can be cancelled, or (deaf) cannot.
 CHILD = """
-import sys, time
+import signal, sys, time
 import rclpy
 from rclpy.signals import SignalHandlerOptions
 from wam_policy_ros.contract.fakes import ScriptedPolicy, HoldPolicy
@@ -37,18 +37,19 @@ def slow(session, observation, *, cancelled=None):
     if observation.prompt == "stir the pot" and session.step >= 1:
         print("STEP", flush=True)
         end = time.monotonic() + 30
-        while time.monotonic() < end and not (kind != "deaf" and cancelled()):
+        while time.monotonic() < end and not (kind == "slow" and cancelled()):
             time.sleep(0.01)
     return infer(session, observation, cancelled=cancelled)
 policy.infer = slow
 main.JOIN_S = 1.0
 rclpy.init(args=sys.argv, signal_handler_options=SignalHandlerOptions.NO)
 node = PolicyNode(lambda params, progress: policy)
+asked = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 def explode():
-    if kind == "explodes" and node.control is not None and node.control.substate.value == "running":
-        print("STEP", flush=True)
+    if asked:
         raise RuntimeError("an unguarded callback")
-node.create_timer(0.3, explode)
+node.create_timer(0.05, explode)
 sys.exit(main.run(node, main.StopSignals(), executor=str(node.get_parameter("executor").value)))
 """
 CONFIG = Path(__file__).parents[2] / "config"
@@ -106,8 +107,11 @@ def test_a_step_that_cannot_be_stopped_does_not_keep_the_process(start: Any) -> 
 
 
 def test_an_exception_that_ends_the_executor_ends_with_a_hold_and_exit_code_1(start: Any) -> None:
-    child, robot, log = start(["-c", CHILD, "explodes"])
-    assert child.wait(20) == 1, "not 134: no abort; not 0"
+    child, robot, log = start(["-c", CHILD, "slow"])
+    robot.wait_state(20, substate="running")
+    wait_for(lambda: robot.plans() and "STEP" in log.read_text())
+    child.send_signal(signal.SIGUSR1)
+    assert child.wait(5) == 1, "not 134: no abort; not 0"
     wait_for(robot.holds, what="a hold before the end")
     assert "an unguarded callback" in log.read_text() and "Traceback" in log.read_text()
 

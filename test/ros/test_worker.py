@@ -343,12 +343,31 @@ def test_a_policy_that_fails_in_its_warm_up_is_freed(no_collector: None) -> None
 
 def test_work_after_a_step_gives_way_to_the_next_request(bench: Bench) -> None:
     bench.gate.set()
+    done: list[float] = []
+
+    def after(policy: Any, chunk: Any, observation: Observation) -> None:
+        time.sleep(0.03)
+        done.append(observation.state["joint_position"][0])
+
+    bench.worker._after_step = after
     bench.start()
     bench.worker.new_generation(1)
-    bench.ask(1)
-    bench.answer()
-    bench.ask(1, 2.0)  # within a control step, as an executor does when the policy is the slower one
-    bench.answer()
-    wait_for(lambda: bench.after, what="the second step, after which nothing was asked")
-    assert bench.after[0][2].state["joint_position"][0] == 2.0
-    assert bench.worker.after_step_skipped == 1 and len(bench.after) == 1
+    for number in (1.0, 2.0, 3.0):  # within a control step, as it is when the policy is the slower one
+        bench.ask(1, number)
+        bench.answer()
+    wait_for(lambda: len(done) == 2, what="the third step, after which nothing was asked")
+    assert done == [1.0, 3.0] and bench.worker.after_step_skipped == 1
+
+
+def test_work_after_a_step_is_not_put_off_for_ever(bench: Bench) -> None:
+    bench.gate.set()
+    bench.worker._after_step = lambda *_: (time.sleep(0.01), bench.after.append(1))  # type: ignore[assignment]
+    bench.start()
+    bench.worker.new_generation(1)
+    start = time.monotonic()
+    while len(bench.after) < 4:
+        bench.ask(1)
+        bench.answer()
+        assert time.monotonic() - start < 10
+    assert bench.worker.after_step_skipped > 0
+    assert time.monotonic() - start > 3 * 0.1, "a tenth of the time"

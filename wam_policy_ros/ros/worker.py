@@ -25,6 +25,10 @@ IDLE_STEPS = 1.5
 """``after_step`` waits this many control steps for the next request, which comes first. A request that is due at once
 is submitted at the next control tick, so within one step."""
 
+BUSY_SHARE = 0.1
+"""``after_step`` need not wait when it takes less than this part of the time: requests without a pause, as a policy
+gets that is slower than ``control.execute_steps``, would put it off for ever."""
+
 
 class Phase(str, Enum):
     """Where the worker is."""
@@ -89,8 +93,9 @@ class InferenceWorker:
             worker is asked to stop.
         notify: called from the thread when a result or a new status is there; must be thread-safe and quick.
         log: called from the thread with a level (``error``) and text, tracebacks included.
-        after_step: called in the thread after a chunk was handed over, for work that may not delay the next request:
-            it is left out, and counted in ``after_step_skipped``, when one comes within ``IDLE_STEPS``.
+        after_step: called in the thread after a chunk was handed over, for work that may not delay the next request
+            by more than ``BUSY_SHARE`` of the time: beyond that it is left out, and counted in ``after_step_skipped``,
+            when a request comes within ``IDLE_STEPS``.
         after_step_wanted: asked before each; while it says no, nothing is kept for ``after_step``.
     """
 
@@ -112,6 +117,7 @@ class InferenceWorker:
         self._mailbox: Result | None = None
         self._status = WorkerStatus()
         self.superseded = self.after_step_skipped = 0
+        self._after_step_due_s = 0.0
         self._thread = threading.Thread(target=self._run, name="wam_inference", daemon=True)
 
     def start(self) -> None:
@@ -245,8 +251,12 @@ class InferenceWorker:
         if chunk is None or observation is None:
             return False
         if self._after_step_wanted():
-            if self._stays_idle(generation, IDLE_STEPS * policy.spec.dt_s):
+            start = time.monotonic()
+            if start >= self._after_step_due_s or self._stays_idle(generation, IDLE_STEPS * policy.spec.dt_s):
+                start = time.monotonic()
                 self._after_step(policy, chunk, observation)
+                end = time.monotonic()
+                self._after_step_due_s = end + (end - start) / BUSY_SHARE
             else:
                 self.after_step_skipped += 1
         return True
