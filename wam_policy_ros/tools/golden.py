@@ -71,10 +71,11 @@ def compare_folder(
         rows += found
         if found:
             progress(f"  {name}: {len(found)} rows, {time.perf_counter() - start:.1f} s")
-    rows += [
-        Row(n, "not compared: no comparison is defined for this file", 0, float("inf"), 0.0) for n in folder.unused()
-    ]
-    return rows
+    for file, tensors in folder.uncompared().items():
+        what = f"{len(tensors)} recorded tensors were not compared: no rule for these names"
+        rows.append(Row(file, what, 0, float("inf"), 0.0, ", ".join(tensors[:4]) + (", ..." if tensors[4:] else "")))
+    unknown = "not compared: no rule for this file"
+    return rows + [Row(name, unknown, 0, float("inf"), 0.0) for name in folder.unused()]
 
 
 def table(rows: list[Row]) -> str:

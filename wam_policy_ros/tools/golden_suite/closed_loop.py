@@ -27,6 +27,7 @@ from .folder import (
 )
 
 WEIGHTS, INPUTS = "e2e_weights.safetensors", "e2e_inputs.safetensors"
+_TRACE = "_trace.safetensors"
 
 
 def check(folder: GoldenFolder) -> list[Row]:
@@ -34,94 +35,123 @@ def check(folder: GoldenFolder) -> list[Row]:
         return []
     weights, inputs = folder.read(WEIGHTS), folder.read(INPUTS)
     names = sorted(p.name for p in folder.path.glob("e2e_*.safetensors"))
-    variants = [n for n in names if n not in (WEIGHTS, INPUTS) and not n.endswith("_trace.safetensors")]
+    variants = [n for n in names if n not in (WEIGHTS, INPUTS) and not n.endswith(_TRACE)]
+    recordings = {name: folder.read(name) for name in variants}
+    noise = next((n for r in recordings.values() if (n := _recorded_noise(r)) is not None), None)
     rows: list[Row] = []
-    for name in variants:
-        trace_name = name.replace(".safetensors", "_trace.safetensors")
+    for name, recording in recordings.items():
+        trace_name = name.removesuffix(".safetensors") + _TRACE
         trace = folder.read(trace_name) if folder.has(trace_name) else None
-        rows += _variant(name, folder.read(name), weights, inputs, trace, trace_name)
+        try:
+            rows += _Variant(name, recording, weights, inputs, noise, trace, trace_name).replay()
+        except Exception as error:  # one broken recording must not hide the others
+            rows.append(Row(name, f"{type(error).__name__}: {error}", 0, float("inf"), 0.0))
     return rows
 
 
 def engine_config(name: str, recording: Recording) -> EngineConfig:
-    """Schedule from the metadata's ``variant``, or from the file name where it does not say."""
+    """Schedule from the metadata's ``variant`` or the file name; failing both, from the number of recorded steps."""
     variant = str(recording.metadata.get("variant") or name.removeprefix("e2e_").removesuffix(".safetensors"))
     if "dynamic" in variant:
         return EngineConfig(schedule="dynamic")
     match = re.search(r"(?:mask|full)(\d+)", variant)
     count = int(match[1]) if match else (NUM_STEPS if "full" in variant else 8)
+    steps = next((k for k in recording if k.endswith(".dit_steps_run")), None)
+    if match is None and "full" not in variant and steps is not None:
+        count = len(recording[steps])
     return EngineConfig(evaluations=count) if count in (5, 6, 7, 8) else EngineConfig(schedule="full")
 
 
-def _variant(
-    name: str, recording: Recording, weights: Recording, inputs: Recording, trace: Recording | None, trace_name: str
-) -> list[Row]:
-    narrow = "bf16" in str(recording.metadata.get("dtype", "")) or "bf16" in name
-    dtype = torch.bfloat16 if narrow else torch.float32
-    config = DreamZeroConfig.from_head_config(recording.metadata["head_cfg"])
-    decoupled = recording.metadata.get("decoupled")
-    if isinstance(decoupled, dict):
-        config = replace(config, **decoupled)
-    network = DreamZero.on_meta(config)
-    network.load_state_dict({k: v.to(dtype) for k, v in weights.items()}, strict=True, assign=True)
-    limit = BF16_CLOSED_LOOP_LIMIT if narrow else CLOSED_LOOP_LIMIT
-    floor = BF16_CORRELATION if narrow else None
-    outputs = Group(name, "action and video of every call", limit, min_correlation=floor)
-    inner = Group(name, "stages (latents, ys, CLIP, K/V, prompt)", limit, min_correlation=floor)
-    exact = Group(name, "evaluated steps, cursor, timesteps", 0.0)
-    steps = Group(trace_name, "every solver step", limit)
+class _Variant:
+    """One recording of consecutive calls on one object."""
 
-    state, prompts = WindowState(), PromptEncoder(network)
-    calls = sorted({int(m[1]) for k in recording if (m := re.match(r"call(\d+)\.action_pred", k))})
-    for call in calls:
-        key = f"call{call}."
-        seen: dict[str, Tensor] = {}
+    def __init__(
+        self,
+        name: str,
+        recording: Recording,
+        weights: Recording,
+        inputs: Recording,
+        noise: tuple[Tensor, Tensor] | None,
+        trace: Recording | None,
+        trace_name: str,
+    ) -> None:
+        self.name, self.recording, self.inputs, self.noise, self.trace = name, recording, inputs, noise, trace
+        narrow = any("bf16" in t or "bfloat16" in t for t in (name, str(recording.metadata.get("dtype", ""))))
+        self.dtype = torch.bfloat16 if narrow else torch.float32
+        config = DreamZeroConfig.from_config_json({"action_head_cfg": recording.metadata["head_cfg"]})
+        decoupled = recording.metadata.get("decoupled")
+        if isinstance(decoupled, dict):
+            config = replace(config, **decoupled)
+        self.network = DreamZero.on_meta(config)
+        state = {k: v.to(self.dtype) for k, v in weights.weights().items()}
+        self.network.load_state_dict(state, strict=True, assign=True)
+        self.config = engine_config(name, recording)
+        limit, floor = (BF16_CLOSED_LOOP_LIMIT, BF16_CORRELATION) if narrow else (CLOSED_LOOP_LIMIT, None)
+        self.outputs = Group(name, "action and video of every call", limit, min_correlation=floor)
+        self.inner = Group(name, "stages (latents, ys, CLIP, K/V, prompt)", limit, min_correlation=floor)
+        self.exact = Group(name, "evaluated steps, cursor, timesteps", 0.0)
+        self.steps = Group(trace_name, "every solver step", limit)
+
+    def replay(self) -> list[Row]:
+        state, prompts = WindowState(), PromptEncoder(self.network)
+        last = max((int(m[1]) for k in self.recording if (m := re.match(r"call(\d+)\.", k))), default=-1)
+        for call in range(last + 1):  # a call of which nothing is recorded still moves the window on
+            state = self._call(f"call{call}.", state, prompts)
+        rows = [self.outputs.row()]
+        rows += [g.row() for g in (self.inner, self.exact) if g.count]
+        return [*rows, self.steps.row()] if self.trace is not None else rows
+
+    def _call(self, key: str, state: WindowState, prompts: PromptEncoder) -> WindowState:
+        inputs, recording = self.inputs, self.recording
         step_inputs = StepInputs(
             images=inputs[key + "images"],
             ids=inputs[key + "text"],
             mask=inputs[key + "text_attention_mask"],
             negative_ids=inputs[key + "text_negative"],
             negative_mask=inputs[key + "text_attention_mask_negative"],
-            proprio=inputs[key + "state"].to(dtype),
+            proprio=inputs[key + "state"].to(self.dtype),
         )
-        before = state.current_start_frame
+        seen: dict[str, Tensor] = {}
+        noise = self._noise(key, step_inputs.images)
         result = closed_loop_step(
-            network,
-            engine_config(name, recording),
-            state,
-            step_inputs,
-            prompts,
-            noise=_noise(recording, key, dtype, config),
-            probe=seen.__setitem__,
+            self.network, self.config, state, step_inputs, prompts, noise=noise, probe=seen.__setitem__
         )
-        state = result.state
-        outputs.compare(key + "action_pred", result.action.float(), recording[key + "action_pred"])
-        outputs.compare(key + "video_pred", result.video.float(), recording[key + "video_pred"])
-        cursor = torch.tensor([before, state.current_start_frame])
+        self.outputs.check(result.action.float(), recording, key + "action_pred")
+        self.outputs.check(result.video.float(), recording, key + "video_pred")
+        cursor = torch.tensor([state.current_start_frame, result.state.current_start_frame])
         seen |= {"dit_steps_run": torch.tensor(result.evaluated), "csf_before_after": cursor}
-        seen |= _caches(state)
-        _compare_stages(key, seen, recording, inner, exact)
-        if trace is not None:
+        seen |= _caches(result.state)
+        _compare_stages(key, seen, recording, self.inner, self.exact)
+        if self.trace is not None:
             for probed, value in seen.items():
-                if key + probed in trace:
-                    steps.compare(key + probed, value.float(), trace[key + probed])
-    rows = [outputs.row()]
-    rows += [g.row() for g in (inner, exact) if g.count]
-    return [*rows, steps.row()] if trace is not None else rows
+                self.steps.check(value.float(), self.trace, key + probed)
+        return result.state
+
+    def _noise(self, key: str, images: Tensor) -> Noise:
+        """The recorded noise of this call, of another call, of another recording; drawn as recorded failing all three.
+
+        The reference uses the same noise in every call. A CPU draw is the last resort: its bits depend on the
+        PyTorch build.
+        """
+        if key + "noise_obs" in self.recording:
+            video, action = self.recording[key + "noise_obs"], self.recording[key + "noise_action"]
+        elif (found := _recorded_noise(self.recording) or self.noise) is not None:
+            video, action = found
+        else:
+            cfg = self.network.config
+            batch, factor = images.shape[0], cfg.vae.spatial_factor
+            height, width = cfg.target_video_hw or (images.shape[2], images.shape[3])
+            block = (cfg.dit.num_frame_per_block, height // factor, width // factor)
+            shapes = ((batch, cfg.vae.z_dim, *block), (batch, cfg.action_horizon, cfg.dit.action_dim))
+            video, action = (
+                torch.randn(s, generator=torch.Generator().manual_seed(1140), dtype=torch.bfloat16) for s in shapes
+            )
+        return Noise(video.to(images.device, self.dtype), action.to(images.device, self.dtype))
 
 
-def _noise(recording: Recording, key: str, dtype: torch.dtype, config: DreamZeroConfig) -> Noise:
-    """The recorded noise; recordings without it used the same CPU bf16 generator for every call."""
-    if key + "noise_obs" in recording:
-        return Noise(recording[key + "noise_obs"].to(dtype), recording[key + "noise_action"].to(dtype))
-    target = recording[key + "video_pred"]
-    block = config.dit.num_frame_per_block
-    shapes = ((*target.shape[:2], block, *target.shape[3:]), tuple(recording[key + "action_pred"].shape))
-    draws = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(1140), dtype=torch.bfloat16).to(target.device, dtype)
-        for shape in shapes
-    ]
-    return Noise(*draws)
+def _recorded_noise(recording: Recording) -> tuple[Tensor, Tensor] | None:
+    key = next((k for k in sorted(recording) if k.endswith(".noise_obs")), None)
+    return None if key is None else (recording[key], recording[key.replace(".noise_obs", ".noise_action")])
 
 
 def _caches(state: WindowState) -> dict[str, Tensor]:

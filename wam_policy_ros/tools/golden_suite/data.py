@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wam_policy_ros.contract.embodiment import Embodiment, get_embodiment
@@ -29,23 +30,34 @@ def check(folder: GoldenFolder) -> list[Row]:
     if not folder.has(JSON):
         return []
     info = folder.json(JSON)
-    robot = _robot(info)
+    data = folder.read(DATA, on_cpu=True) if folder.has(DATA) else Recording()
+    robot = _robot(info, data)
     rows = [_prompts(info, robot)]
     if info.get("frame_buffer_sequence"):
         rows.append(_frames(info, robot))
-    if folder.has(DATA):
-        data = folder.read(DATA, on_cpu=True)
+    if data:
         found = [_vectors(info, data, robot), _normalisers(info, data, robot)]
         # A recording may hold only one of the two; a file of which nothing was compared stays a miss.
         rows += [r for r in found if r.tensors] or found[:1]
     if folder.has(IMAGES):
-        rows.append(_images(folder.read(IMAGES, on_cpu=True), robot, info))
+        images = folder.read(IMAGES, on_cpu=True)
+        rows.append(_images(images, robot))
+        if data and (stages := _stages(data, images, robot)).count:
+            rows.append(stages.row())
     return rows
 
 
-def _robot(info: dict[str, Any]) -> Embodiment:
-    """The embodiment page with the recording's own sizes, fields and relative keys."""
-    tag, entry = next(iter(info["metadata"].items()))
+def _robot(info: dict[str, Any], data: Recording) -> Embodiment:
+    """The embodiment page with the recording's own sizes, fields and relative keys.
+
+    Of several embodiments in the statistics it is the one whose id the recorded inputs carry, else the first.
+    """
+    tags = list(info["metadata"])
+    recorded = next((k for k in data if k.endswith(".model_in.embodiment_id")), None)
+    if recorded is not None:
+        wanted = int(data[recorded].reshape(-1)[0])
+        tags = [t for t in tags if get_embodiment(t).embodiment_id == wanted] or tags
+    tag, entry = tags[0], info["metadata"][tags[0]]
     page = get_embodiment(tag)
     modalities = entry["modalities"]
     relative = info.get("relative_action_keys", [])
@@ -128,12 +140,18 @@ def _vectors(info: dict[str, Any], data: Recording, robot: Embodiment) -> Row:
             suffix = "_negative" if name == "text_negative" else ""
             _exact(group, data, key + f"model_in.{name}", ids)
             _exact(group, data, key + f"model_in.text_attention_mask{suffix}", mask)
+        for marker in ("has_lapa_action", "is_cotrain_instance"):  # training-time switches, off at inference
+            _exact(group, data, key + f"model_in.{marker}", torch.tensor([False]))
         if key + "model_in.state" not in data:
             continue
         state = {f.name: data[f"{key}in.state.{f.name}"].reshape(-1).numpy() for f in robot.state}
         expected = data[key + "model_in.state"]
         vector = encode_state(state, robot.state, statistics, expected.shape[-1])
         group.compare(key + "state", torch.from_numpy(vector).view_as(expected), expected)
+        stage = f"stage.{key}state_joint_normalised"
+        if stage in data:
+            joints = torch.from_numpy(vector[: robot.state[0].dim])
+            group.compare(stage, joints.view_as(data[stage]), data[stage])
         _exact(group, data, key + "model_in.state_mask", _mask(expected, robot.state))
         _exact(group, data, key + "model_in.embodiment_id", torch.tensor([robot.embodiment_id]))
         recorded = f"{key}in.action_pred_normalised_bf16_as_f32"
@@ -150,7 +168,7 @@ def _vectors(info: dict[str, Any], data: Recording, robot: Embodiment) -> Row:
         joint, gripper = data["convert_action.joint"], data["convert_action.gripper"]
         wire = torch.cat([joint, gripper.reshape(len(joint), -1)], dim=1).float()
         for name in ("out", "out_gripper1d"):
-            group.compare(f"convert_action.{name}", wire, data[f"convert_action.{name}"])
+            group.check(wire, data, f"convert_action.{name}")
     return group.row()
 
 
@@ -185,7 +203,30 @@ def _normalisers(info: dict[str, Any], data: Recording, robot: Embodiment) -> Ro
 _STATISTICS = ("q01", "q99", "min", "max", "mean", "std")
 
 
-def _images(data: Recording, robot: Embodiment, info: dict[str, Any]) -> Row:
+def _stages(data: Recording, images: Recording, robot: Embodiment) -> Group:
+    """Between crop, resize and the uint8 view: the float values of one camera."""
+    group = Group(DATA, "stages of the image path", COMPONENT_LIMIT)
+    for key in sorted(data):
+        match = re.fullmatch(r"stage\.case(\d+)\.(\w+?)_after_(center_crop_row0|resize_rows0_(\d+)_float)", key)
+        if match is None:
+            continue
+        camera = next((c for c in robot.cameras if c.name.startswith(match[2])), None)
+        source = f"case{match[1]}.in.video.{camera.name}" if camera is not None else ""
+        if source not in images:
+            continue
+        frames = images[source]
+        top, left, height, width = crop_box(frames.shape[1], frames.shape[2], robot.crop_scale)
+        cropped = frames[:, top : top + height, left : left + width].permute(0, 3, 1, 2).float() / 255
+        if match[4] is None:
+            group.compare(key, cropped[0, :, 0], data[key])
+        else:
+            size = (robot.view_height, robot.view_width)
+            resized = F.interpolate(cropped, size=size, mode="bilinear", align_corners=False, antialias=True)
+            group.compare(key, resized[0, :, : int(match[4])], data[key])
+    return group
+
+
+def _images(data: Recording, robot: Embodiment) -> Row:
     """uint8 mosaics: equal, or off by one on at most a thousandth of the values."""
     group = Group(IMAGES, "mosaics (share of values off by one)", MAX_IMAGE_FAULTS)
     if "out_hw" in data.metadata:

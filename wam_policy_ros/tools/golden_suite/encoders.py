@@ -36,18 +36,17 @@ def _text(data: Recording) -> Row:
     group = Group(T5, "hidden states, prompt embeddings, bias", COMPONENT_LIMIT)
     with torch.device("meta"):
         encoder = TextEncoder(TextEncoderConfig.from_dict(data.metadata["config"]))
-    encoder.load_state_dict(data.sub("w."), strict=True, assign=True)
+    encoder.load_state_dict(data.weights("w."), strict=True, assign=True)
     for i in sorted(int(m[1]) for k in data if (m := re.fullmatch(r"in\.ids(\d+)", k))):
         seen: list[Tensor] = []
         hooks = [b.register_forward_hook(lambda _m, _a, out, seen=seen: seen.append(out)) for b in encoder.blocks]
         hidden = encoder(data[f"in.ids{i}"], data[f"in.mask{i}"])
         for hook in hooks:
             hook.remove()
-        group.compare(f"hidden{i}", hidden, data[f"out.hidden{i}"])
-        group.compare(f"encode_prompt{i}", zero_padding(hidden, data[f"in.mask{i}"]), data[f"out.encode_prompt{i}"])
+        group.check(hidden, data, f"out.hidden{i}")
+        group.check(zero_padding(hidden, data[f"in.mask{i}"]), data, f"out.encode_prompt{i}")
         for layer, value in enumerate(seen):
-            if f"out.block{layer}_hidden{i}" in data:
-                group.compare(f"block{layer}_hidden{i}", value, data[f"out.block{layer}_hidden{i}"])
+            group.check(value, data, f"out.block{layer}_hidden{i}")
     buckets = encoder.config.num_buckets
     if "const.rel_pos" in data:
         got = relative_position_bucket(data["const.rel_pos"], buckets)
@@ -65,12 +64,12 @@ def _image(data: Recording) -> Row:
     group = Group(CLIP, "features, preprocessing, full transformer", COMPONENT_LIMIT)
     with torch.device("meta"):
         encoder = ImageEncoder(ImageEncoderConfig.from_dict(data.metadata["config"]))
-    encoder.load_state_dict(data.sub("w."), strict=True, assign=True)
+    encoder.load_state_dict(data.weights("w."), strict=True, assign=True)
     for i in sorted(int(m[1]) for k in data if (m := re.fullmatch(r"in\.image(\d+)", k))):
         image = data[f"in.image{i}"]
-        group.compare(f"clip_feature{i}", encoder(image), data[f"out.clip_feature{i}"])
+        group.check(encoder(image), data, f"out.clip_feature{i}")
         if f"out.full_transformer{i}" in data:
-            group.compare(f"full{i}", encoder(image, all_blocks=True), data[f"out.full_transformer{i}"])
+            group.check(encoder(image, all_blocks=True), data, f"out.full_transformer{i}")
         pixels = encoder.preprocess(image)
         for key in data:
             if match := re.fullmatch(rf"out\.preprocessed{i}_rows(\d+)_(\d+)", key):
@@ -85,7 +84,7 @@ def _vae(folder: GoldenFolder) -> list[Row]:
     io = folder.read(VAE_IO)
     with torch.device("meta"):
         vae = VideoVAE(VAEConfig.from_dict(io.metadata["config"]))
-    vae.load_state_dict(folder.read(VAE_ENC) | folder.read(VAE_DEC), strict=True, assign=True)
+    vae.load_state_dict(folder.read(VAE_ENC).weights() | folder.read(VAE_DEC).weights(), strict=True, assign=True)
     clips = Group(VAE_IO, "encode, decode, tiles", COMPONENT_LIMIT)
     for key in sorted(k for k in io if k.startswith("out.")):
         got = _vae_output(vae, io, key.removeprefix("out."))
@@ -121,10 +120,10 @@ def _vae_output(vae: VideoVAE, io: Recording, name: str) -> Tensor | None:
         return vae.encode(io[f"in.video_{m[1]}"])
     if m := re.fullmatch(r"decode_(\d+)(_unclamped)?", name):
         count = int(m[1])
-        sources = [v for k, v in io.items() if re.fullmatch(r"in\.latent_\d+", k) and v.shape[2] >= count]
-        if sources:
-            exact = io.get(f"in.latent_{count}", sources[0])
-            return vae.decode(exact[:, :, :count], clamp=m[2] is None)
+        names = [k for k in io if re.fullmatch(r"in\.latent_\d+", k) and io[k].shape[2] >= count]
+        if names:
+            exact = f"in.latent_{count}"
+            return vae.decode(io[exact if exact in io else names[0]][:, :, :count], clamp=m[2] is None)
     return None
 
 
@@ -142,8 +141,7 @@ def _stream(vae: VideoVAE, io: Recording, streams: Group, recorded: Recording, c
             f"stream.latent_chunk{i}": vae.encode_chunk(latents, chunk),
         }
         for key, value in results.items():
-            if key in io:
-                streams.compare(key, value, io[key])
+            streams.check(value, io, key)
         held = [f for f in features.frames if f is not None]
         for key in recorded:
             if m := re.fullmatch(rf"stream\.cache_after_chunk{i}\.(\d+)", key):

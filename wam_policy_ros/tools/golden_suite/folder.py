@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,34 @@ BF16_CLOSED_LOOP_LIMIT = 0.2
 BF16_CORRELATION = 0.999
 
 
+# Recorded tensors that are deliberately not compared: file pattern, tensor pattern, why.
+SKIPPED = (
+    (r"e2e_inputs\..*", r".*", "inputs; a folder may hold more calls than its recordings"),
+    (
+        r"data\..*",
+        r"convert_action\.out_no_joint",
+        "zeros instead of a missing joint action: refused here",
+    ),
+    (r".*", r"(.*\.)?in\..*|.*\.noise_\w+", "inputs"),
+)
+
+
 class Recording(dict[str, Tensor]):
-    """Tensors of one file, floating ones as float32, and the decoded metadata."""
+    """Tensors of one file, floating ones as float32, and the decoded metadata. Remembers which were looked at."""
 
     metadata: dict[str, Any]
 
-    def sub(self, prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix): v for k, v in self.items() if k.startswith(prefix)}
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.used: set[str] = set()
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.used.add(key)
+        return super().__getitem__(key)
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """The tensors under ``prefix`` with the prefix removed: a state dict."""
+        return {k.removeprefix(prefix): self[k] for k in self if k.startswith(prefix)}
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,7 @@ class GoldenFolder:
     def __init__(self, path: Path, device: str = "cpu") -> None:
         self.path, self.device = path, device
         self.used: set[str] = set()
+        self._recordings: list[tuple[str, Recording]] = []
 
     def has(self, *names: str) -> bool:
         return all((self.path / n).is_file() for n in names)
@@ -65,8 +88,9 @@ class GoldenFolder:
             out = Recording({k: f.get_tensor(k) for k in f.keys()})  # noqa: SIM118
             out.metadata = {k: _json(v) for k, v in (f.metadata() or {}).items()}
         for k, v in out.items():
-            if v.dtype == torch.bfloat16:  # weights may be stored losslessly as bf16
+            if v.dtype in (torch.bfloat16, torch.float16):  # weights may be stored losslessly in a narrow type
                 out[k] = v.float()
+        self._recordings.append((name, out))
         return out
 
     def json(self, name: str) -> Any:
@@ -76,9 +100,26 @@ class GoldenFolder:
     def unused(self) -> list[str]:
         """Files that no comparison read."""
         names = {p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if p.is_file()}
-        return sorted(
-            n for n in names - self.used if not n.lower().endswith((".md", ".txt")) or n.startswith("msgpack/")
-        )
+        return sorted(n for n in names - self.used if n.startswith("msgpack/") or not _is_prose(n))
+
+    def uncompared(self) -> dict[str, list[str]]:
+        """File -> recorded tensors that no comparison looked at, without the deliberate skips."""
+        keys: dict[str, set[str]] = {}
+        used: dict[str, set[str]] = {}
+        for name, recording in self._recordings:
+            keys.setdefault(name, set()).update(recording)
+            used.setdefault(name, set()).update(recording.used)
+        left = {n: sorted(k for k in keys[n] - used[n] if not _is_skipped(n, k)) for n in keys}
+        return {n: k for n, k in left.items() if k}
+
+
+def _is_prose(name: str) -> bool:
+    base = name.rsplit("/", 1)[-1].lower()
+    return base.startswith((".", "readme", "license", "sha256", "md5")) or base.endswith((".md", ".txt"))
+
+
+def _is_skipped(file: str, tensor: str) -> bool:
+    return any(re.fullmatch(f, file) and re.fullmatch(t, tensor) for f, t, _ in SKIPPED)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -111,6 +152,11 @@ class Group:
             if not r > self.min_correlation:
                 name, error = f"{name}: correlation {r:.5f}, max|a-b|/std {error:.2g}", float("inf")
         self._add(name, error)
+
+    def check(self, got: Tensor, recording: Recording, key: str) -> None:
+        """Compare with ``recording[key]`` if it is recorded."""
+        if key in recording:
+            self.compare(key, got, recording[key])
 
     def exact(self, name: str, got: object, expected: object) -> None:
         """For integers, strings, bytes: a difference counts as one fault."""
