@@ -23,6 +23,10 @@ class Golden(dict[str, torch.Tensor]):
         """The tensors under ``prefix``, with the prefix removed (state dicts)."""
         return {k.removeprefix(prefix): v for k, v in self.items() if k.startswith(prefix)}
 
+    def weights(self, prefix: str = "") -> dict[str, torch.Tensor]:
+        """As ``sub``, under the name that the product's recordings use."""
+        return self.sub(prefix)
+
 
 def _decode(value: str) -> Any:
     try:

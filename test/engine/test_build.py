@@ -447,3 +447,81 @@ def test_the_tokenizer_file_itself_can_be_named(folder):
     assert _build(folder, tokenizer=str(moved / "tokenizer.json")).spec.embodiment == "oxe_droid"
     shutil.copy(moved / "tokenizer.json", folder / "tokenizer.json")
     assert _build(folder).spec.embodiment == "oxe_droid"
+
+
+@pytest.mark.parametrize("keys", ["joint_position", ["joint_positon"], ["joint_position", "joint_position"], [7], {}])
+def test_relative_keys_that_name_nothing_are_refused(folder, no_weights, keys):
+    """A misspelled key once turned relative predictions into absolute targets."""
+    _conf(folder, lambda conf: conf.update(relative_action_keys=keys))
+    with pytest.raises(CheckpointError, match="relative_action_keys"):
+        _build(folder)
+
+
+def test_relative_keys_of_other_robots_do_not_matter(folder):
+    _conf(folder, lambda conf: conf.update(relative_action_keys=["joint_position", "left_joint_pos"]))
+    assert [f.relative for f in _build(folder).spec.action] == [True, False]
+
+
+def test_a_flag_that_is_text_is_refused(folder, no_weights):
+    _conf(folder, lambda conf: conf.update(relative_action="false"))
+    with pytest.raises(CheckpointError, match="relative_action is unusable"):
+        _build(folder)
+
+
+def test_another_normalisation_is_refused(folder, no_weights):
+    modes = {"_target_": "StateActionTransform", "normalization_modes": {"action.joint_position": "min_max"}}
+    _conf(folder, lambda conf: conf["transforms"]["oxe_droid"]["transforms"].append(modes))
+    with pytest.raises(CheckpointError, match="min_max"):
+        _build(folder)
+
+
+def test_crossed_or_textual_statistics_are_refused(folder, no_weights):
+    def crossed(metadata):
+        entry = _statistics(metadata)["action"]["joint_position"]
+        entry["q01"], entry["q99"] = entry["q99"], entry["q01"]
+
+    edit_json(folder / METADATA, crossed)
+    with pytest.raises(StatisticsError, match="q01 exceeds q99"):
+        _build(folder)
+
+
+def test_numbers_in_quotes_are_no_statistics(folder, no_weights):
+    edit_json(folder / METADATA, lambda m: _statistics(m)["state"]["gripper_position"].update(q01=["0.0"]))
+    with pytest.raises(StatisticsError, match="not an array of numbers"):
+        _build(folder)
+
+
+def test_a_key_given_twice_is_refused(folder, no_weights):
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"num_frames": 33', '"num_frames": 33, "num_frames": 17', 1))
+    with pytest.raises(CheckpointError, match="twice"):
+        _build(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("experiment_cfg/conf.yaml", b"\xff\xfe\x00"),
+        ("config.json", b"[" * 100_000),
+        ("config.json", b'{"a": ' + b"9" * 5000),
+    ],
+)
+def test_unreadable_files_are_named(folder, no_weights, name, content):
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=name.rsplit("/", 1)[-1]):
+        _build(folder)
+
+
+def test_pictures_that_do_not_fit_the_network_are_found_before_the_weights(folder, no_weights):
+    def change(config):
+        head = config["action_head_cfg"]["config"]
+        head["target_video_height"], head["target_video_width"] = None, None
+
+    edit_json(folder / "config.json", change)
+    with pytest.raises(CheckpointError, match=r"352x640 gives 880 tokens.*frame_seqlen = "):
+        _build(folder)
+
+
+def test_a_long_list_of_faults_is_cut():
+    text = str(CheckpointError("broken", problems=[f"fault {i}" for i in range(500)]))
+    assert "fault 39" in text and "fault 40" not in text and "460 more" in text

@@ -203,3 +203,9 @@ def test_dit_defaults_are_the_published_numbers():
     assert (d.ffn_dim, d.freq_dim, d.hidden_size, d.text_dim, d.text_len, d.clip_dim) == (
         13824, 256, 1024, 4096, 512, 1280,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["num_layers", "frame_seqlen", "max_chunk_size", "num_action_per_block"])
+def test_numbers_beyond_belief_are_refused(key):
+    with pytest.raises(ModelConfigError, match=key):
+        DiTConfig(**{key: 10**9})

@@ -191,7 +191,8 @@ def test_state_tokens_share_the_first_timestep_of_their_group():
 
 
 def _tiny_dit(**changes) -> CausalDiT:
-    cfg = replace(DreamZeroConfig.tiny(), dit=replace(DreamZeroConfig.tiny().dit, frame_seqlen=60, **changes))
+    dit = replace(DreamZeroConfig.tiny().dit, frame_seqlen=60, **changes)
+    cfg = replace(DreamZeroConfig.tiny(), dit=dit, target_video_hw=(96, 160))
     return DreamZero.with_random_weights(cfg, seed=1).model
 
 

@@ -61,8 +61,12 @@ class CheckpointError(WamError):
         super().__init__(what, got=got, expected=expected, remedy=remedy)
         self.problems = tuple(problems)
 
+    SHOWN = 40
+
     def __str__(self) -> str:
-        return super().__str__() + "".join(f"\n  - {p}" for p in self.problems)
+        shown = "".join(f"\n  - {p}" for p in self.problems[: self.SHOWN])
+        more = len(self.problems) - self.SHOWN
+        return super().__str__() + shown + (f"\n  ... and {more} more" if more > 0 else "")
 
     def lines(self) -> list[str]:
         """One line per fault, for a list that gathers several errors."""

@@ -204,6 +204,10 @@ def _parse_group(
         shapes = {k: good[k].shape for k in needed if k in good}
         if len(set(shapes.values())) > 1:
             problems.append(f"{name}: shapes differ: {shapes}")
+        if "q01" in good and "q99" in good and good["q01"].shape == good["q99"].shape:
+            crossed = np.argwhere(good["q01"] > good["q99"])
+            if len(crossed):
+                problems.append(f"{name}: q01 exceeds q99 at {crossed[:4].tolist()}, which would turn the sign around")
         if group == "state" and any(len(s) == 2 for s in shapes.values()):
             problems.append(f"{name}: one row per step makes sense for actions only")
         out[f.name] = FieldStatistics(name, **good)
@@ -212,7 +216,10 @@ def _parse_group(
 
 def _parse_array(name: str, raw: Any, dim: int, problems: list[str]) -> npt.NDArray[np.float64] | None:
     try:
-        value = np.array(raw, dtype=np.float64)
+        value = np.array(raw)
+        if value.dtype.kind not in "fiu":  # text and booleans would convert silently
+            raise TypeError
+        value = value.astype(np.float64)
     except (TypeError, ValueError):
         problems.append(f"{name} is not an array of numbers")
         return None

@@ -131,9 +131,10 @@ def describe_robot(folder: CheckpointFolder, embodiment: str) -> tuple[Embodimen
         ConfigError: unknown embodiment, or an action field of unknown kind.
     """
     page = get_embodiment(embodiment)
-    horizon = page.horizon
+    config: DreamZeroConfig | None = None
     with contextlib.suppress(ModelError):  # reported by whoever loads the network; statistics can still be judged
-        horizon = folder.config.action_horizon
+        config = folder.config
+    horizon = page.horizon if config is None else config.action_horizon
     if folder.metadata is None:
         raise StatisticsError(
             "the checkpoint has no normalisation statistics",
@@ -148,7 +149,20 @@ def describe_robot(folder: CheckpointFolder, embodiment: str) -> tuple[Embodimen
     state = _fields(page, page.state, conf.orders.get("state"), entry, "state")
     action = _fields(page, page.action, conf.orders.get("action"), entry, "action")
     if conf.relative is not None:
+        # A misspelled name would turn relative predictions into absolute targets. Fields of other robots are fine: a
+        # checkpoint may have been trained on several.
+        known = {f.name for e in ALL for f in e.action} | {f.name for f in action}
+        if lost := [name for name in conf.relative if name not in known]:
+            raise CheckpointError(
+                f"experiment_cfg/conf.yaml: relative_action_keys {lost} are no action fields",
+                expected=f"names among {[f.name for f in action]}",
+            )
         action = tuple(dataclasses.replace(f, relative=f.name in conf.relative) for f in action)
+    used = {f"{kind}.{f.name}" for kind, fields in (("state", state), ("action", action)) for f in fields}
+    if odd := {k: v for k, v in conf.modes.items() if k in used and v != "q99"}:
+        raise CheckpointError(
+            "experiment_cfg/conf.yaml asks for another normalisation", got=odd, expected="q99 for every field"
+        )
     widths = {f.name: f.dim for f in state}
     if lost := [f.name for f in action if f.relative and widths.get(f.name) != f.dim]:
         raise ConfigError(
@@ -166,7 +180,21 @@ def describe_robot(folder: CheckpointFolder, embodiment: str) -> tuple[Embodimen
         view_height=page.view_height if conf.view_hw is None else conf.view_hw[0],
         view_width=page.view_width if conf.view_hw is None else conf.view_hw[1],
     )
+    if config is not None and config.target_video_hw is None:
+        try:
+            config.check_picture(2 * robot.view_height, 2 * robot.view_width, "the mosaic of the three views")
+        except ModelError as error:
+            raise CheckpointError("the pictures do not fit the network", got=str(error)) from error
     statistics = Statistics.from_metadata(folder.metadata, page.tag, state=state, action=action)
+    short = [
+        f.name
+        for f in action
+        if (q01 := statistics.action[f.name].q01) is not None and q01.ndim == 2 and len(q01) < horizon
+    ]
+    if short:
+        raise StatisticsError(
+            f"statistics per step of {short} have fewer rows than the chunk", expected=f"{horizon} rows"
+        )
     flat = [f.name for f in action if f.relative and not statistics.action[f.name].per_horizon]
     if conf.per_horizon and flat:
         raise StatisticsError(
@@ -187,6 +215,7 @@ class _Conf:
     per_horizon: bool = False
     crop_scale: float | None = None
     view_hw: tuple[int, int] | None = None
+    modes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _read_conf(text: str | None, tag: str) -> _Conf:
@@ -198,27 +227,57 @@ def _read_conf(text: str | None, tag: str) -> _Conf:
         raise CheckpointError("experiment_cfg/conf.yaml is not valid YAML", got=str(error)) from error
     if not isinstance(parsed, Mapping):
         return _Conf()
-    orders: dict[str, list[str]] = {}
+    orders: dict[str, Any] = {}
+    modes: dict[str, str] = {}
     crop, view = None, None
     for transform in _transforms(parsed, tag):
         target = str(transform.get("_target_", ""))
+        if isinstance(found := transform.get("normalization_modes"), Mapping):
+            modes |= {str(k): str(v) for k, v in found.items()}
         if target.endswith("ConcatTransform"):
             for kind in ("video", "state", "action"):
                 if names := transform.get(f"{kind}_concat_order"):
-                    orders[kind] = [str(n).removeprefix(f"{kind}.") for n in names]
+                    orders[kind] = names
         # The spec names the values, not the classes: a crop with a scale, a resize with a height and a width.
         elif "Crop" in target and transform.get("scale") is not None:
             crop = _number(transform["scale"], "scale", 0.0, 1.0)
         elif "Resize" in target and None not in (transform.get("height"), transform.get("width")):
             view = tuple(int(_number(transform[k], k, 1, 10_000)) for k in ("height", "width"))
-    relative = parsed.get("relative_action_keys") if parsed.get("relative_action", True) else []
     return _Conf(
-        orders,
-        None if relative is None else [str(r).removeprefix("action.") for r in relative],
-        bool(parsed.get("relative_action_per_horizon", False)),
+        {kind: _names(names, f"{kind}_concat_order", kind) for kind, names in orders.items()},
+        _relative_keys(parsed),
+        _flag(parsed, "relative_action_per_horizon", False),
         crop,
         view,  # type: ignore[arg-type]
+        modes,
     )
+
+
+def _relative_keys(parsed: Mapping[str, Any]) -> list[str] | None:
+    """``relative_action_keys``; empty when ``relative_action`` is false, None where the file does not say."""
+    if not _flag(parsed, "relative_action", True):
+        return []
+    keys = parsed.get("relative_action_keys")
+    return None if keys is None else _names(keys, "relative_action_keys", "action")
+
+
+def _names(value: Any, key: str, kind: str) -> list[str]:
+    """A list of different field names, without their ``kind.`` prefix. A string is not a list of letters."""
+    names = [str(n).removeprefix(f"{kind}.") for n in value] if isinstance(value, list) else []
+    if not isinstance(value, list) or not all(isinstance(n, str) for n in value) or len(set(names)) != len(names):
+        raise CheckpointError(
+            f"experiment_cfg/conf.yaml: {key} is unusable",
+            got=repr(value)[:120],
+            expected="a list of different field names",
+        )
+    return names
+
+
+def _flag(parsed: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = default if parsed.get(key) is None else parsed[key]
+    if not isinstance(value, bool):
+        raise CheckpointError(f"experiment_cfg/conf.yaml: {key} is unusable", got=repr(value), expected="true or false")
+    return value
 
 
 def _transforms(parsed: Mapping[str, Any], tag: str) -> list[Mapping[str, Any]]:

@@ -119,7 +119,7 @@ def read_folder(path: str | Path) -> CheckpointFolder:
         skipped=tuple(skipped),
         problems=tuple(problems),
         metadata=metadata,
-        conf=conf.read_text(encoding="utf-8") if conf.is_file() else None,
+        conf=_read_text(conf),
         lost=lost,
     )
 
@@ -192,6 +192,24 @@ def save_folder(network: DreamZero, config_json: dict[str, Any], path: str | Pat
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different: of two values under one key nobody knows which was meant."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [k for k, _ in pairs]
+        raise ValueError(f"keys {sorted({k for k in names if names.count(k) > 1})} occur twice in one object")
+    return out
+
+
+def _read_text(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointFileError(f"{path} is not text: {error}", remedy="download the file again") from error
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
     """None when the file is absent.
 
@@ -201,8 +219,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise CheckpointFileError(f"{path} is not valid JSON: {error}", remedy="download the file again") from error
     if not isinstance(value, dict):
         raise CheckpointFileError(f"{path} must hold a JSON object, got {type(value).__name__}")

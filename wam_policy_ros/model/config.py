@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config_encoders import ImageEncoderConfig, TextEncoderConfig, VAEConfig, check_values
+from .config_encoders import ImageEncoderConfig, TextEncoderConfig, VAEConfig, check_values, largest
 from .errors import ModelConfigError
 
 # Present in published configurations and irrelevant to inference (training, paths, dead switches: DreamZero spec 6.3).
@@ -129,8 +129,11 @@ class DreamZeroConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_frames", "action_horizon"):
-            if type(getattr(self, name)) is not int:
-                raise ModelConfigError(f"{name} must be an integer, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= largest(name):
+                raise ModelConfigError(f"{name} must be an integer from 1 to {largest(name)}, got {value!r}")
+        if self.target_video_hw is not None:
+            self.check_picture(*self.target_video_hw, "target_video_height and target_video_width")
         if type(self.decouple_inference_noise) is not bool:
             raise ModelConfigError(f"decouple_inference_noise must be a bool, got {self.decouple_inference_noise!r}")
         if not 0 <= (final := self.video_inference_final_noise) < 1:
@@ -155,6 +158,19 @@ class DreamZeroConfig:
             )
         if self.latent_frames < self.dit.num_frame_per_block:
             raise ModelConfigError(f"num_frames {self.num_frames} gives fewer latent frames than one block")
+
+    def check_picture(self, height: int, width: int, source: str) -> None:
+        """
+        Raises:
+            ModelConfigError: a picture of this size does not give ``frame_seqlen`` tokens per latent frame.
+        """
+        factor = 2 * self.vae.spatial_factor
+        tokens = (height // factor) * (width // factor)
+        if height < 1 or width < 1 or height % factor or width % factor or tokens != self.dit.frame_seqlen:
+            raise ModelConfigError(
+                f"{source}: a picture of {height}x{width} gives {tokens} tokens per latent frame, expected "
+                f"frame_seqlen = {self.dit.frame_seqlen} from sides that are multiples of {factor}"
+            )
 
     @property
     def latent_frames(self) -> int:
@@ -221,6 +237,8 @@ class DreamZeroConfig:
         used = {"num_frames", "action_horizon", "decouple_inference_noise", "video_inference_final_noise"}
         used |= {"train_architecture", "lora_rank", "lora_alpha"}
         size = (raw.get("target_video_height"), raw.get("target_video_width"))
+        if any(s is not None and type(s) is not int for s in size) or (size[0] is None) != (size[1] is None):
+            raise ModelConfigError(f"target_video_height and target_video_width must both be integers, got {size}")
         consumed = used | {"tiled", "action_dim", "max_state_dim", "num_frame_per_block"}
         ignored = sorted(
             k for k in raw if k not in consumed and not k.startswith(("_", "tile_", "target_video")) and "_cfg" not in k
@@ -230,7 +248,7 @@ class DreamZeroConfig:
             text=text,
             image=image,
             vae=vae,
-            target_video_hw=(int(size[0]), int(size[1])) if size[0] and size[1] else None,
+            target_video_hw=(size[0], size[1]) if size[0] is not None and size[1] is not None else None,
             ignored=tuple(ignored),
             **{k: raw[k] for k in sorted(used) if raw.get(k) is not None},
         )
@@ -251,4 +269,6 @@ class DreamZeroConfig:
 def _component(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     """A ``*_cfg`` dictionary without Hydra targets and paths of pretrained files."""
     section = raw.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise ModelConfigError(f"{key} must be a dictionary, got {type(section).__name__}")
     return {k: v for k, v in section.items() if not k.startswith("_") and not k.endswith("_pretrained_path")}

@@ -166,8 +166,29 @@ def _name(config: object) -> str:
     return type(config).__name__
 
 
+# Far above any published network: a damaged number is refused here, not by an allocation that fails, or does not.
+_LARGEST = 10_000_000
+_LARGEST_OF = {
+    "num_layers": 512,
+    "vision_layers": 512,
+    "num_res_blocks": 64,
+    "text_len": 65_536,
+    "frame_seqlen": 65_536,
+    "num_action_per_block": 65_536,
+    "num_state_per_block": 65_536,
+    "num_frame_per_block": 1_024,
+    "max_chunk_size": 1_024,
+    "num_frames": 16_385,
+}
+
+
+def largest(name: str) -> int:
+    """The largest value of an integer field that is believed."""
+    return _LARGEST_OF.get(name, _LARGEST)
+
+
 def check_values(config: Any) -> None:
-    """Every field (and every item of a tuple) has the type of its default; integers are at least 1."""
+    """Every field (and every item of a tuple) has the type of its default; integers lie in [1, largest]."""
     for f in dataclasses.fields(config):
         value, default = getattr(config, f.name), f.default
         if isinstance(default, tuple) and not isinstance(value, tuple):
@@ -177,6 +198,8 @@ def check_values(config: Any) -> None:
             if not _is_a(item, kind):
                 expected = "a positive integer" if kind is int else f"a {kind.__name__}"
                 raise ModelConfigError(f"{_name(config)}: {f.name} is {value!r}, expected {expected}")
+            if kind is int and item > largest(f.name):
+                raise ModelConfigError(f"{_name(config)}: {f.name} is {value!r}, expected at most {largest(f.name)}")
 
 
 def _is_a(item: Any, kind: type) -> bool:

@@ -78,7 +78,8 @@ class _Variant:
         self.name, self.recording, self.inputs, self.noise, self.trace = name, recording, inputs, noise, trace
         narrow = any("bf16" in t or "bfloat16" in t for t in (name, str(recording.metadata.get("dtype", ""))))
         self.dtype = torch.bfloat16 if narrow else torch.float32
-        config = DreamZeroConfig.from_config_json({"action_head_cfg": recording.metadata["head_cfg"]})
+        head = recording.metadata["head_cfg"]
+        config = DreamZeroConfig.from_config_json(head if "action_head_cfg" in head else {"action_head_cfg": head})
         decoupled = recording.metadata.get("decoupled")
         if isinstance(decoupled, dict):
             config = replace(config, **decoupled)

@@ -57,7 +57,8 @@ class _Run:
         meta: dict[str, Any] = io.metadata
         height, width = meta.get("latent_hw", (0, 0))
         raw = {"frame_seqlen": (height // 2) * (width // 2)} | meta["config"]
-        config = DiTConfig.from_dict(raw, clip_dim=int(meta["clip_dim"]))
+        clip_dim = meta.get("clip_dim", weights["img_emb.proj.0.weight"].shape[0])
+        config = DiTConfig.from_dict(raw, clip_dim=int(clip_dim))
         with torch.device("meta"):
             dit = CausalDiT(config)
         dit.load_state_dict({k: v.to(dtype) for k, v in weights.weights().items()}, strict=True, assign=True)
