@@ -55,6 +55,10 @@ HOMES: dict[str, set[str]] = {
 } | {name: {"ros", "sim/sim_node.py"} for name in ROS_PACKAGES}
 
 
+# Functions that import what they are told.
+LOADERS = ("import_module", "__import__", "run_module", "resolve_name")
+
+
 def violations(package: Path) -> list[str]:
     """Every import of the package at ``package`` that breaks a rule, one line each: ``file:line: what``."""
     found: list[str] = []
@@ -65,7 +69,9 @@ def violations(package: Path) -> list[str]:
         if "/" in where and room not in ROOMS:
             found.append(f"{where}:1: {room!r} is not a room; expected one of {sorted(ROOMS)}")
             continue
-        for line, target in _imports(path.read_text(encoding="utf-8"), where):
+        text = path.read_text(encoding="utf-8")
+        found += [f"{where}:{line}: {what}" for line, what in _through_doors(package, where, text)]
+        for line, target in _imports(text, where):
             if "/" not in where:
                 fault: str | None = f"the top of the package imports {target or 'something'}; it may import nothing"
             elif target is None:
@@ -79,6 +85,22 @@ def violations(package: Path) -> list[str]:
                 found.append(f"{where}:{line}: {fault}")
     cycle = _cycle(edges)
     return [*found, f"rooms import each other in a circle: {' -> '.join(cycle)}"] if cycle else found
+
+
+def _through_doors(package: Path, where: str, text: str) -> Iterator[tuple[int, str]]:
+    """Names that a file takes from a door of its room although the door only imported them itself."""
+    for door in (d for d in DOORS if d != where and d.split("/")[0] == where.split("/")[0]):
+        module = door.removesuffix(".py").replace("/", ".")
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.ImportFrom) or not (package / door).is_file():
+                continue
+            if node.module not in (f"{PACKAGE}.{module}", module.split(".")[-1]):
+                continue
+            body = ast.parse((package / door).read_text(encoding="utf-8")).body
+            own = {n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+            for alias in node.names:
+                if alias.name not in own:
+                    yield node.lineno, f"takes {alias.name!r} through the door {door}, which only imported it"
 
 
 def _room_of(target: str) -> str | None:
@@ -118,8 +140,10 @@ def _imports(text: str, where: str) -> tuple[tuple[int, str | None], ...]:
             found += [(node.lineno, name) for name in _from_names(node, where)]
             # Under another name its calls would not be found below.
             found += [(node.lineno, None) for a in node.names if a.name == "import_module" and a.asname]
-        elif isinstance(node, ast.Call) and node.args and _called(node) in ("import_module", "__import__"):
-            found.append((node.lineno, _literal(node.args[0])))
+        elif isinstance(node, ast.Call) and _called(node) in LOADERS:
+            words = [k.value for k in node.keywords if k.arg in ("name", "mod_name")]
+            argument = next(iter([*node.args, *words]), None)
+            found.append((node.lineno, None if argument is None else _literal(argument)))
     return tuple(found)
 
 
@@ -222,6 +246,12 @@ def _plant(package: Path, where: str, code: str) -> list[str]:
         ("ros/x.py", "from wam_policy_ros.tools import golden", "ros imports tools"),
         ("ros/x.py", "from wam_policy_ros.sim import scene", "ros imports sim"),
         ("engine/x.py", "from wam_policy_ros.sim import scene", "engine imports sim"),
+        ("ros/x.py", "from .backend import build_policy", "through the door ros/backend.py"),
+        ("ros/x.py", "from wam_policy_ros.ros.backend import build_policy", "through the door"),
+        ("contract/x.py", 'import importlib\nimportlib.import_module(name="torch")', "'torch'"),
+        ("contract/x.py", '__import__(name="torch")', "'torch'"),
+        ("tools/x.py", 'import runpy\nrunpy.run_module("wam_policy_ros.ros.main")', "tools imports ros"),
+        ("contract/x.py", 'import pkgutil\npkgutil.resolve_name("torch")', "'torch'"),
         ("engine/x.py", "from wam_policy_ros.attic import y", "which is in no room"),
         ("attic/x.py", "import math", "'attic' is not a room"),
         ("__init__.py", "from wam_policy_ros.contract import errors", "the top of the package imports"),

@@ -52,7 +52,9 @@ def test_up_passes_parameters_in_order() -> None:
 
 def test_text_that_yaml_would_take_for_something_else_stays_text() -> None:
     words = up.ros_arguments(arguments("--instruction", "42"))
-    assert yaml.safe_load(words[-1].split(":=", 1)[1]) == "42"
+    given = dict(words[i + 1].split(":=", 1) for i, w in enumerate(words) if w == "-p")
+    assert yaml.safe_load(given["instruction"]) == "42"
+    assert given["exit_on_failure"] == "true"
 
 
 def test_up_names_the_packaged_configurations() -> None:
