@@ -55,7 +55,7 @@ $(VENV)/.ready: setup.py constraints.txt
 	@touch $@
 
 demo: venv
-	@$(RUN) $(BIN)/wam demo --seconds $(DURATION) --report $(REPORT) $(if $(CLIPS),--clips '$(CLIPS)') \
+	@$(RUN) $(BIN)/wam demo --seconds $(DURATION) --report '$(REPORT)' $(if $(CLIPS),--clips '$(CLIPS)') \
 	  $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(TOKENIZER),--tokenizer '$(TOKENIZER)')
 
 lint: venv

@@ -29,9 +29,14 @@ from .up import config_file
 HONEST = (
     "No checkpoint given: the network is TINY and has RANDOM WEIGHTS. It was never trained.\n"
     "This shows that the machinery runs: topics, timing, trajectories, pictures. It is NOT a policy: the motion is\n"
-    "noise around the present pose, and the predicted video is noise."
+    "meaningless noise that wanders, and the predicted video is noise."
 )
-INSTRUCTION = "move the pan forward and use the brush in the middle of the plates to brush the inside of the pan"
+INSTRUCTION = "pick up the block and put it in the bowl"
+# Its own namespace and domain: nothing of a demo may reach a robot on the same host or network.
+NAMESPACE = "wam_demo"
+REPORT_FILES = ("demo.mp4", "trajectory.png", "summary.json", "node.log", "clip_robot.npz")
+# The robot is simulated and shares a few cores with the node: a late message means a busy host, not a dead camera.
+PATIENCE = {"sync.max_age_s": "1.0", "sync.joint_max_age_s": "1.0", "sync.max_skew_s": "0.2"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if random_weights:
         print(HONEST + "\n")
     args.report.mkdir(parents=True, exist_ok=True)
+    for name in REPORT_FILES:  # half a report of an earlier run would be taken for this one's
+        (args.report / name).unlink(missing_ok=True)
     environment = _environment()
     log = args.report / "node.log"
     with open(log, "w", encoding="utf-8") as sink, _process(_node_command(args), environment, sink) as node:
@@ -83,11 +90,14 @@ def _node_command(args: argparse.Namespace) -> list[str]:
         command += ["--params-file", str(config_file(name))]
     for key, value in given.items():
         command += ["-p", f"{key}:='{value.replace(chr(39), chr(39) * 2)}'"]
-    return command
+    for key, value in PATIENCE.items():
+        command += ["-p", f"{key}:={value}"]
+    return [*command, "-p", "exit_on_failure:=true", "-r", f"__ns:=/{NAMESPACE}"]
 
 
 def _robot_command(args: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "wam_policy_ros.ros.clip_robot", "--seconds", str(args.seconds)]
+    command += ["--namespace", NAMESPACE]
     command += ["--wait-for-node", str(args.start_timeout), "--record", str(args.report)]
     return command + (["--clips", str(args.clips)] if args.clips else ["--scene"])
 
@@ -152,7 +162,10 @@ def _report(args: argparse.Namespace, random_weights: bool) -> int:
         "predicted_frames_received": len(recording.predicted),
     }
     (args.report / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    print(f"chunks published: {len(chunks)}" + (f", one every {np.median(intervals):.2f} s" if len(intervals) else ""))
+    print(
+        f"chunks published: {len(chunks)}"
+        + (f", median spacing {np.median(intervals):.2f} s" if len(intervals) else "")
+    )
     print(f"camera frames sent: {frames}, predicted frames received: {len(recording.predicted)}")
     for name in ("demo.mp4", "trajectory.png", "summary.json", "node.log"):
         print(f"  {args.report / name}")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from wam_policy_ros.engine.build import resolve_device
+
 from .golden_suite import closed_loop, data, dit, encoders, schedulers, wire
 from .golden_suite.folder import GoldenFolder, Row
 
@@ -39,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.folder.is_dir():
         print(f"wam golden: no such folder: {args.folder}", file=sys.stderr)
         return 2
+    resolve_device(args.device)  # one clear error instead of one per file
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows = compare_folder(args.folder, lambda text: print(text, file=sys.stderr, flush=True), device=args.device)
     print(table(rows))

@@ -144,7 +144,7 @@ def write_plot(recording: Recording, path: Path, title: str) -> None:
             axis.axvline(chunk.arrival_s, color="0.85", lw=0.8, zorder=0)
         if len(recording.joints):
             axis.plot(recording.joint_s, recording.joints[:, index], color="black", lw=1.1)
-        axis.set_ylabel(name, fontsize=8)
+        axis.set_ylabel(f"{name}\n[rad]" if "finger" not in name else f"{name}\n[joint unit]", fontsize=8)
         axis.tick_params(labelsize=7)
     for axis in axes[-1]:
         axis.set_xlabel("s since start")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "wam_policy_ros.ros.main", *ros_arguments(args)]
-    print("starting:", " ".join(command[1:]), file=sys.stderr, flush=True)
+    print("starting:", shlex.join(command), file=sys.stderr, flush=True)
     # The node replaces this process, so that signals and the exit status are its own.
     os.execv(sys.executable, command)
 
@@ -49,8 +50,8 @@ def ros_arguments(args: argparse.Namespace) -> list[str]:
         if value is not None:
             # YAML would read "on" or "42" as something else than text.
             out += ["-p", f"{name}:='{str(value).replace(chr(39), chr(39) * 2)}'"]
-    if args.no_autostart:
-        out += ["-p", "autostart:=false"]
+    # Nobody is there to configure it again: end with an error instead of waiting.
+    out += ["-p", "autostart:=false"] if args.no_autostart else ["-p", "exit_on_failure:=true"]
     if args.namespace:
         out += ["-r", f"__ns:=/{args.namespace.strip('/')}"]
     return out + list(args.ros_args)
