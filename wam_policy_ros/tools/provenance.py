@@ -35,16 +35,14 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree, ``+`` appended when it has local changes; None outside a checkout."""
+    """Commit of the source tree, ``+`` appended when it has local changes; else ``WAM_COMMIT``; else None."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return os.environ.get("WAM_COMMIT")
+    status = ["git", "status", "--porcelain", "--untracked-files=no"]
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
-        status = ["git", "status", "--porcelain", "--untracked-files=no"]
         dirty = subprocess.run(status, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("WAM_COMMIT")
     return head.strip() + ("+" if dirty else "")
 
 
