@@ -28,6 +28,7 @@ from .test_inputs import joints
 SPEC = spec_of("oxe_droid", weights="none")
 T0 = 1_800_000_000_000_000_000
 DT_NS = round(1e9 / 15)
+CAMERA = SPEC.cameras[0].name
 
 
 class Worker:
@@ -415,3 +416,97 @@ def test_steps_to_execute_must_leave_rows_of_the_horizon(steps: int, fits: bool)
     else:
         with pytest.raises(ConfigError, match=rf"execute_steps.*{steps} steps of a horizon of 24.*at most 21"):
             check_steps(params, SPEC)
+
+
+def lines(desk: Desk) -> list[str]:
+    return [line for line in desk.log if line.startswith(("info: ", "warn: ", "error: "))]
+
+
+def test_what_is_said_at_the_first_start_and_at_a_recovery() -> None:
+    desk = Desk()
+    desk.tick(2, deliver=False)
+    (waiting,) = lines(desk)
+    assert waiting.startswith("info: waiting: no usable image from camera") and "waiting for" not in waiting
+    desk.log.clear()
+    desk.tick()
+    desk.answer(latency_s=0.42)
+    assert lines(desk) == ["info: running: first chunk of 24 rows, step 0.42 s"]
+    desk.tick(9)
+    desk.answer()
+    assert len(lines(desk)) == 1, "once in a session"
+    desk.log.clear()
+    desk.tick(2, deliver=False)
+    assert len(lines(desk)) == 1 and "holding" in lines(desk)[0]
+    desk.tick(5)
+    desk.answer(latency_s=0.1)
+    assert lines(desk)[1:] == [
+        "info: waiting: the inputs are sound again: new session",
+        "info: running: first chunk of 24 rows, step 0.10 s",
+    ]
+
+
+def test_a_forgotten_instruction_is_said_together_with_what_else_is_missing() -> None:
+    desk = Desk(instruction="")
+    desk.tick(3, deliver=False)
+    (line,) = lines(desk)
+    assert "no instruction" in line and "~/prompt" in line and CAMERA in line and NAMES[0] in line
+    desk.loop.set_prompt("go")
+    desk.tick(2, deliver=False)
+    assert "no instruction" not in desk.loop.reason and CAMERA in desk.loop.reason
+
+
+def test_after_a_hold_a_step_is_asked_for_as_soon_as_the_inputs_are_sound() -> None:
+    desk = Desk(**{"sync.joint_max_age_s": 0.1})
+    desk.lag_ns = 30_000_000  # the newest frame is older than the tick that finds the joints sound again
+    desk.run()
+    for _ in range(3):
+        desk.tick(9, deliver=False)
+        assert desk.loop.substate is Substate.HOLDING
+        asked, session = len(desk.worker.requests), desk.loop.session_id
+        desk.tick()
+        assert len(desk.worker.requests) == asked + 1, "in the first sound tick, not one frame later"
+        assert desk.worker.requests[-1].observation.stamp_ns == desk.ros_ns - desk.lag_ns
+        assert desk.worker.requests[-1].session_id == session
+        desk.answer()
+        assert desk.loop.substate is Substate.RUNNING
+
+
+def test_frames_from_before_the_hold_are_not_used_after_it() -> None:
+    desk = Desk(**{"sync.joint_max_age_s": 0.1})
+    desk.run()
+    desk.tick(3)
+    desk.tick(9, deliver=False)
+    desk.tick()
+    request = desk.worker.requests[-1].observation
+    skew_ns = round(desk.params.sync_max_skew_s * 1e9)
+    assert request.session_start_ns == desk.ros_ns - skew_ns
+    assert all(f.stamp_ns >= request.session_start_ns for frames in request.frames.values() for f in frames)
+
+
+def test_images_that_cannot_be_decoded_are_said_once_and_each_is_tried_once() -> None:
+    desk = Desk()
+    desk.run()
+    desk.tick(9)
+    desk.log.clear()
+    tried = set()
+    for _ in range(10):
+        desk.answer(error=InvalidImage("broken jpeg or png", field="camera_wrist"))
+        assert desk.loop.substate is Substate.HOLDING and "broken" in desk.loop.reason
+        stamp_ns = desk.worker.requests[-1].observation.stamp_ns
+        assert stamp_ns not in tried
+        tried.add(stamp_ns)
+        asked = len(desk.worker.requests)
+        while len(desk.worker.requests) == asked:
+            desk.tick()
+        assert "broken" in desk.loop.reason, "until it has proved otherwise"
+    assert len(lines(desk)) == 1
+    desk.answer()
+    assert lines(desk)[1].startswith("info: running")
+
+
+def test_a_fault_names_the_service_that_clears_it() -> None:
+    desk = Desk()
+    desk.run()
+    desk.loop._reset_service = "/left/wam_policy/reset"
+    desk.loop.latch("test")
+    assert "holding until /left/wam_policy/reset is called" in lines(desk)[-1]

@@ -153,7 +153,7 @@ def test_a_camera_with_the_wrong_encoding_is_missing_and_says_why() -> None:
         msg = image(k)
         msg.encoding = "bayerrg8"
         rig.inputs.cameras[CAMERAS[2]].on_message(msg, at(k))
-    with pytest.raises(MissingInput, match=r"waiting for camera 'wrist_image_left'.*5 x unsupported encoding"):
+    with pytest.raises(MissingInput, match=r"no usable image from camera 'wrist.*5 x unsupported encoding.*'bayerrg8'"):
         rig.inputs.check(at(4))
     assert len(rig.log) == 1 and "bayerrg8" in rig.log[0] and "rgb8" in rig.log[0], "logged once"
 
@@ -260,7 +260,7 @@ def test_another_aspect_warns_once() -> None:
     assert len(rig.log) == 1 and "aspect" in rig.log[0] and "64x48" in rig.log[0]
 
 
-def test_another_aspect_of_a_compressed_camera_warns_once_when_it_is_decoded() -> None:
+def test_another_aspect_of_a_compressed_camera_warns_once() -> None:
     rig = Rig(**{"image.compressed": True})
     for k in range(3):
         for name in CAMERAS:
@@ -280,7 +280,7 @@ def feed(rate_hz: float, jitter_s: float = 0.0, seconds: float = 6.0) -> tuple[C
     times_s = np.arange(round(seconds * rate_hz)) / rate_hz
     stamps = [T0 + round(t * 1e9) for t in times_s + rng.uniform(-jitter_s, jitter_s, len(times_s))]
     for stamp in stamps:
-        msg = SimpleNamespace(encoding="mono8", height=1, width=1, step=1, data=b"0")
+        msg = SimpleNamespace(encoding="mono8", height=18, width=32, step=32, data=bytes(18 * 32))
         msg.header = SimpleNamespace(stamp=ns_to_stamp(stamp))
         camera.on_message(msg, at(stamp - T0))
     return camera, [s for s in stamps if s >= stamps[-1] - 3 * 10**9]

@@ -55,6 +55,7 @@ class ControlLoop:
         simulated: the node's clock is /clock.
         changed: called after a change of substate, reason, session or prompt.
         log: called with a level (``info``, ``warn``, ``error``) and a line.
+        prompt_topic, reset_service: their full names, for people.
     """
 
     def __init__(
@@ -69,7 +70,10 @@ class ControlLoop:
         simulated: bool,
         changed: Callable[[], None],
         log: Callable[[str, str], None],
+        prompt_topic: str = "~/prompt",
+        reset_service: str = "~/reset",
     ) -> None:
+        self._prompt_topic, self._reset_service = prompt_topic, reset_service
         self._params, self._joints, self._inputs = params, joints, inputs
         self._worker, self._output, self._clock = worker, output, clock
         self._simulated, self._changed, self._log = simulated, changed, log
@@ -89,7 +93,7 @@ class ControlLoop:
         self._due_ns = 0
         self._asked_ns = 0  # stamp of the newest observation the policy was asked about in this session
         self._in_flight: Request | None = None
-        self._input_lost = False
+        self._input_lost = self._input_refused = self._was_sound = False
         self._refused_prompt: str | None = None
         self._late_in_a_row = 0
         self._said: tuple[Substate, str] = (Substate.INACTIVE, "")
@@ -105,8 +109,9 @@ class ControlLoop:
         self._output.forget(self._clock().ros_ns)
         if self._mean_latency_s is None and (warm_up_s := self._worker.status.warm_up_s):
             self._mean_latency_s = warm_up_s[-1]
-        self.fault, self._input_lost, self._refused_prompt = "", False, None
-        self._say(Substate.WAITING, "activated")
+        self.fault, self._refused_prompt = "", None
+        self._input_lost = self._input_refused = self._was_sound = False
+        self._say(Substate.WAITING, "activated", log=False)
         self._new_session()
 
     def deactivate(self) -> None:
@@ -136,7 +141,7 @@ class ControlLoop:
         if self.active:
             self._new_session()
             if not self.fault:
-                self._say(Substate.WAITING, "instruction changed")
+                self._say(Substate.WAITING, "instruction changed", log=False)
         self._changed()
 
     def on_tick(self) -> None:
@@ -165,10 +170,8 @@ class ControlLoop:
             self._lose_input(error)
             return
         if self._input_lost:
-            self._input_lost = False
-            self._log("info", "the inputs are sound again: new session")
-            self._new_session()
-            self._say(Substate.WAITING, "inputs are sound again")
+            self._recover()
+        self._was_sound = True
         self._ask(now)
 
     def on_worker(self) -> None:
@@ -200,14 +203,19 @@ class ControlLoop:
         if self._in_flight is not None or now.ros_ns < self._due_ns:
             return
         if not self.prompt:
-            self._say(Substate.WAITING, "no instruction: set the parameter instruction or publish on ~/prompt")
+            self._say(Substate.WAITING, self._no_instruction())
             return
         if self._refused_prompt == self.prompt:
             return
         try:
             observation = self._inputs.snapshot(now, self._session_start_ns, self.prompt)
         except ObservationError as error:
-            self._say(self.substate if self.substate is Substate.RUNNING else Substate.WAITING, str(error), error.what)
+            # That there is no frame of this session yet is over with the next one: not worth a line, nor the place of
+            # what made the policy refuse the last one.
+            waits = isinstance(error, MissingInput)
+            if not (waits and self._input_refused):
+                substate = self.substate if self.substate is Substate.RUNNING else Substate.WAITING
+                self._say(substate, str(error), error.what, log=not waits)
             return
         if observation.stamp_ns <= self._asked_ns:
             return
@@ -221,8 +229,8 @@ class ControlLoop:
         self.counters["padded"] += observation.padded
         self._in_flight = Request(self._generation, self.session_id, observation, now.steady_ns * 1e-9)
         self._worker.submit(self._in_flight)
-        if self.step == 0:
-            self._say(Substate.WAITING, "the policy works on its first chunk")
+        if self.step == 0 and not self._input_refused:
+            self._say(Substate.WAITING, "the policy works on its first chunk", log=False)
 
     def _on_chunk(self, result: Result) -> None:
         assert self._spec is not None and self._gate is not None and result.chunk is not None
@@ -252,9 +260,11 @@ class ControlLoop:
         skipped = len(rows) - len(run.rows)
         before = self._joints.command(rows[skipped - 1 : skipped])[0] if skipped else None
         self._output.publish(self._joints.command(run.rows), run.time_from_start_s, now.ros_ns, before=before)
-        self._late_in_a_row = 0
+        self._late_in_a_row, self._input_refused = 0, False
         self.counters["chunks"] += 1
         self._plan_next(now.ros_ns + round((run.time_from_start_s[0] - (skipped + 1) * dt_s) * 1e9))
+        if self.substate is not Substate.RUNNING:
+            self._log("info", f"running: first chunk of {len(run.rows)} rows, step {result.latency_s:.2f} s")
         self._say(Substate.RUNNING, "")
         self._changed()
 
@@ -307,6 +317,7 @@ class ControlLoop:
             self._say(Substate.HOLDING, str(error), error.what)
         elif isinstance(error, ObservationError):
             self._lose_input(error)
+            self._input_refused = True
         else:
             self.latch(str(error))
 
@@ -315,12 +326,30 @@ class ControlLoop:
             self._input_lost = True
             self._new_session()
         never_moved = self._output.plan is None and isinstance(error, MissingInput)
-        self._say(Substate.WAITING if never_moved else Substate.HOLDING, str(error), error.field)
+        reason, key = str(error), error.field
+        if not self.prompt:
+            reason, key = f"{self._no_instruction()}; {reason}", f"{key}, instruction"
+        self._say(Substate.WAITING if never_moved else Substate.HOLDING, reason, key)
+
+    def _recover(self) -> None:
+        """Go on with the session that began when the inputs were lost."""
+        self._input_lost = False
+        if self._input_refused:
+            # The policy could not use what was sound here: only newer frames may do, and until then nothing is sound.
+            return
+        # Frames that have come while the robot stood still are as good as the next one. On a loaded host, where the
+        # inputs are sound for moments only, the next one may find them unsound, and so for ever.
+        reference_ns = self._inputs.reference_ns() - round(self._params.sync_max_skew_s * 1e9)
+        self._session_start_ns = max(self._output.rest_ns, reference_ns)
+        self._say(Substate.WAITING, "the inputs are sound again: new session", log=self._was_sound)
+
+    def _no_instruction(self) -> str:
+        return f"no instruction: set the parameter instruction or publish on {self._prompt_topic}"
 
     def latch(self, reason: str) -> None:
         """Stop and stay stopped until ``reset``."""
-        self.fault = reason
-        self._log("error", f"fault: {reason}; holding until ~/reset")
+        self.fault, self._input_refused = reason, False
+        self._log("error", f"fault: {reason}; holding until {self._reset_service} is called")
         try:
             self._new_session()
         finally:
@@ -340,14 +369,15 @@ class ControlLoop:
             self.session_id, self.step = uuid.uuid4().hex, 0
             self._due_ns = self._asked_ns = self._late_in_a_row = 0
 
-    def _say(self, substate: Substate, reason: str, key: str | None = None) -> None:
-        """Set substate and reason. ``key`` is the part of the reason that does not change from tick to tick."""
+    def _say(self, substate: Substate, reason: str, key: str | None = None, *, log: bool = True) -> None:
+        """Set substate and reason. ``key`` is the part of the reason that does not change from tick to tick; without
+        ``log`` only ``~/state`` tells it."""
         self.substate, self.reason = substate, reason
         said = (substate, key if key is not None else reason)
         if said == self._said:
             return
         self._said = said
-        if substate in (Substate.HOLDING, Substate.WAITING) and not self.fault:
+        if log and substate in (Substate.HOLDING, Substate.WAITING) and not self.fault:
             self._log("warn" if substate is Substate.HOLDING else "info", f"{substate.value}: {reason}")
         self._changed()
 

@@ -16,16 +16,21 @@ from wam_policy_ros.contract.errors import ConfigError, MissingInput, StaleInput
 from wam_policy_ros.contract.history import Selection, select_frames
 from wam_policy_ros.contract.interface import CameraSpec, Observation, PolicySpec
 
+from .drops import Log
 from .joints import JointMap
-from .messages import fit, image_to_rgb
+from .messages import fit, image_size, image_to_rgb
 from .parameters import NodeParameters
-from .streams import CameraInput, Frame, JointStateInput, Limits, Log, Now
+from .streams import CameraInput, Frame, JointStateInput, Limits, Now
 
 __all__ = ["CameraInput", "Inputs", "JointStateInput", "Now", "PendingObservation"]
 
 THIN_STEPS = 0.45
 """Old frames closer than this part of a control step are dropped. Not 0.5: of a camera with twice the control rate
 (30 Hz) jitter would then drop every other frame or none, and what the policy sees would be off by half a step."""
+
+LOSSY_BYTES = 400_000
+"""So much raw image data at one moment overflows the shared-memory segment that Fast DDS has by default (0.5 MB): with
+best effort most frames of larger bursts are lost (ROS spec 1.3)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class PendingObservation:
         stamp_ns: the newest moment that every camera has reached.
         session_start_ns: no frame is older.
         resize: ``pad`` or ``stretch``.
-        saw_size: told camera and (height, width) of the newest image as it was decoded.
+        saw_size: told camera and decoded (height, width) of a newest image that did not tell it before; may raise.
         off_schedule, padded: see ``contract.history.Selection``, summed over cameras.
     """
 
@@ -64,7 +69,7 @@ class PendingObservation:
             first_call: take the newest frame alone.
 
         Raises:
-            InvalidImage: a message cannot be decoded.
+            InvalidImage: a message cannot be decoded, or its size is absurd.
         """
         images: dict[str, npt.NDArray[np.uint8]] = {}
         stamps: dict[str, npt.NDArray[np.int64]] = {}
@@ -72,7 +77,8 @@ class PendingObservation:
             chosen = (self.newest[camera.name],) if first_call else self.frames[camera.name]
             topic = self.topics[camera.name]
             decoded = [image_to_rgb(f.msg, topic) for f in chosen]
-            self.saw_size(camera.name, (decoded[-1].shape[0], decoded[-1].shape[1]))
+            if image_size(chosen[-1].msg) is None:
+                self.saw_size(camera.name, (decoded[-1].shape[0], decoded[-1].shape[1]))
             images[camera.name] = np.stack([fit(d, camera.height, camera.width, self.resize) for d in decoded])
             stamps[camera.name] = np.array([f.stamp_ns for f in chosen], dtype=np.int64)
         return Observation(
@@ -93,10 +99,20 @@ class Inputs:
         spec: cameras, frame schedule, rate.
         joints: names and mapping of the joints.
         warn: log function.
+        resolve: topic -> its full name, for people.
     """
 
-    def __init__(self, params: NodeParameters, spec: PolicySpec, joints: JointMap, *, warn: Log) -> None:
-        self._params, self._spec, self._joints = params, spec, joints
+    def __init__(
+        self,
+        params: NodeParameters,
+        spec: PolicySpec,
+        joints: JointMap,
+        *,
+        warn: Log,
+        resolve: Callable[[str], str] = lambda topic: topic,
+    ) -> None:
+        self._params, self._spec, self._joints, self._warn = params, spec, joints, warn
+        self._burst_said = False
         tolerance, source = params.sync_future_tolerance_s, params.sync_stamp_source
         limits = Limits(params.sync_max_age_s, tolerance, source)
         reach_s = -min(spec.frame_offsets) / spec.control_rate_hz
@@ -109,11 +125,35 @@ class Inputs:
                 keep_s=max(3.0, reach_s + 1.0),
                 spacing_s=THIN_STEPS / spec.control_rate_hz,
                 warn=warn,
+                shown=resolve(topic),
+                hint=self._lossy_hint,
+                first_size=self._warn_of_burst,
             )
             for c, topic in zip(spec.cameras, camera_topics(params, spec.cameras), strict=True)
         }
         joint_limits = Limits(params.sync_joint_max_age_s, tolerance, source)
-        self.joint_states = JointStateInput(joints.names, params.joints_topic, joint_limits, warn=warn)
+        self.joint_states = JointStateInput(
+            joints.names, params.joints_topic, joint_limits, warn=warn, shown=resolve(params.joints_topic)
+        )
+
+    def _lossy_hint(self) -> str | None:
+        """What to do about lost frames when the images are raw, large, and sent with best effort; else None."""
+        sizes = [c.got_size for c in self.cameras.values() if c.got_size is not None]
+        if self._params.image_compressed or self._params.image_reliable or not sizes:
+            return None
+        # A camera that has never come is taken to be like the others.
+        burst = 3 * sum(h * w for h, w in sizes) * len(self.cameras) // len(sizes)
+        if burst <= LOSSY_BYTES:
+            return None
+        return (
+            f"{burst / 1e6:.1f} MB of raw images at a time may get lost with best effort: set image.reliable: true or "
+            "image.compressed: true, or give the cameras' Fast DDS a larger shared-memory segment"
+        )
+
+    def _warn_of_burst(self) -> None:
+        if not self._burst_said and (hint := self._lossy_hint()) is not None:
+            self._burst_said = True
+            self._warn(hint)
 
     def clear(self) -> None:
         """Forget everything received, e.g. after a jump of the clock."""
@@ -127,22 +167,26 @@ class Inputs:
         Raises:
             MissingInput, StaleInput: the first stream that is not; names topic, age and limit.
         """
-        for camera in self.cameras.values():
-            camera.check(now)
-        self.joint_states.check(now)
-        reference = self._reference_ns()
-        nearest = {c.topic: c.nearest(reference) for c in self.cameras.values()}
+        streams: list[CameraInput | JointStateInput] = [*self.cameras.values(), self.joint_states]
+        if missing := [error for stream in streams if (error := stream.missing()) is not None]:
+            raise _all_of(missing)
+        for stream in streams:
+            stream.check(now)
+        reference = self.reference_ns()
+        nearest = {c.shown: c.nearest(reference) for c in self.cameras.values()}
         skew_s = (max(nearest.values()) - min(nearest.values())) * 1e-9
         if skew_s > self._params.sync_max_skew_s:
+            earliest, hint = min(nearest, key=nearest.__getitem__), self._lossy_hint()
             raise StaleInput(
                 "the cameras are not synchronous",
-                field=min(nearest, key=nearest.__getitem__),
-                got=f"stamps {skew_s:.3f} s apart at the same moment, earliest {min(nearest, key=nearest.__getitem__)}",
+                field=earliest,
+                got=f"stamps {skew_s:.3f} s apart at the same moment, earliest {earliest}",
                 expected=f"at most {self._params.sync_max_skew_s} s",
-                remedy="synchronise the cameras, or raise sync.max_skew_s",
+                remedy="synchronise the cameras, or raise sync.max_skew_s" + (f"; {hint}" if hint else ""),
             )
 
-    def _reference_ns(self) -> int:
+    def reference_ns(self) -> int:
+        """The newest moment that every camera has reached; after ``check``."""
         return min(c.frames[-1].stamp_ns for c in self.cameras.values())
 
     def snapshot(self, now: Now, session_start_ns: int, prompt: str) -> PendingObservation:
@@ -158,12 +202,12 @@ class Inputs:
             StaleInput: see ``check``.
         """
         self.check(now)
-        reference = self._reference_ns()
+        reference = self.reference_ns()
         usable = {name: camera.since(session_start_ns) for name, camera in self.cameras.items()}
         for name, frames in usable.items():
             if not frames or reference < session_start_ns:
                 late = name if not frames else min(self.cameras.values(), key=lambda c: c.frames[-1].stamp_ns).name
-                raise MissingInput(f"waiting for camera {late!r}", field=late, got="no frame of this session yet")
+                raise MissingInput(f"camera {late!r}: no frame of this session yet", field=late)
         picks: dict[str, Selection] = {}
         newest: dict[str, Frame] = {}
         for name, frames in usable.items():
@@ -174,7 +218,7 @@ class Inputs:
         return PendingObservation(
             frames=_same_number(usable, {n: sorted(set(p.indices)) for n, p in picks.items()}),
             newest=newest,
-            topics={n: c.topic for n, c in self.cameras.items()},
+            topics={n: c.shown for n, c in self.cameras.items()},
             state=self._joints.state_fields(self.joint_states.at(reference)),
             prompt=prompt,
             stamp_ns=reference,
@@ -189,6 +233,16 @@ class Inputs:
         """Received and dropped messages per stream; JSON-serialisable."""
         streams: dict[str, CameraInput | JointStateInput] = {**self.cameras, self.joint_states.topic: self.joint_states}
         return {n: {"received": s.received, "dropped": dict(s.drops.by_reason)} for n, s in streams.items()}
+
+
+def _all_of(missing: Sequence[MissingInput]) -> MissingInput:
+    if len(missing) == 1:
+        return missing[0]
+    return MissingInput(
+        "; ".join(f"{error.what} ({error.got})" for error in missing),
+        field=", ".join(error.field for error in missing),
+        remedy="check the publishers, cameras.topics, joints.topic and joints.names, and the remappings",
+    )
 
 
 def _same_number(usable: Mapping[str, list[Frame]], picks: Mapping[str, list[int]]) -> dict[str, tuple[Frame, ...]]:

@@ -28,6 +28,12 @@ _TO_RGB = {
     "bgra8": cv2.COLOR_BGRA2RGB,
     "mono8": cv2.COLOR_GRAY2RGB,
 }
+MIN_SIDE = 16
+"""Pixels; the network sees each camera at 176x320 or so."""
+
+MAX_ASPECT = 3.0
+"""No camera meant for the embodiment is that much wider or taller."""
+
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 _NOT_COLOUR = ("compresseddepth", "16uc1", "32fc1", "mono16")
 
@@ -89,8 +95,44 @@ def _check_compressed(msg: Any, topic: str) -> None:
 
 
 def image_size(msg: Any) -> tuple[int, int] | None:
-    """(height, width), or None for a compressed image, whose size is known only after decoding."""
-    return None if _is_compressed(msg) else (msg.height, msg.width)
+    """(height, width) without decoding; None for a jpeg whose header does not tell it in the usual way."""
+    return _compressed_size(msg.data) if _is_compressed(msg) else (msg.height, msg.width)
+
+
+def _compressed_size(data: Any) -> tuple[int, int] | None:
+    head = bytes(data[:24])
+    if head.startswith(_PNG):  # IHDR is the first chunk
+        return (int.from_bytes(head[20:24], "big"), int.from_bytes(head[16:20], "big")) if len(head) == 24 else None
+    i = 2
+    while i + 9 <= len(data) and data[i] == 0xFF:
+        marker = data[i + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # start of frame
+            return data[i + 5] << 8 | data[i + 6], data[i + 7] << 8 | data[i + 8]
+        if marker == 0xFF:  # fill byte
+            i += 1
+        elif marker == 0x01 or 0xD0 <= marker <= 0xD8:  # without a length
+            i += 2
+        else:
+            i += 2 + (data[i + 2] << 8 | data[i + 3])
+    return None
+
+
+def check_size(got: tuple[int, int], size: tuple[int, int], topic: str) -> None:
+    """Is this a picture at all? Sizes are (height, width), ``size`` the embodiment's.
+
+    Raises:
+        InvalidImage: a side is shorter than ``MIN_SIDE``, or the aspect is off by more than ``MAX_ASPECT``.
+    """
+    if min(got) < MIN_SIDE:
+        raise _invalid("absurd image size", topic, f"{got[1]}x{got[0]}", f"at least {MIN_SIDE} pixels on each side")
+    off = (got[1] / got[0]) / (size[1] / size[0])
+    if not 1 / MAX_ASPECT <= off <= MAX_ASPECT:
+        raise _invalid(
+            "absurd image size",
+            topic,
+            f"{got[1]}x{got[0]}",
+            f"about the aspect of {size[1]}x{size[0]}, within a factor of {MAX_ASPECT:g}",
+        )
 
 
 def image_to_rgb(msg: Any, topic: str = "image") -> npt.NDArray[np.uint8]:

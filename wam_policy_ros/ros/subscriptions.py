@@ -10,10 +10,11 @@ from rclpy.event_handler import SubscriptionEventCallbacks
 from rclpy.qos import QoSProfile
 from sensor_msgs.msg import CompressedImage, Image, JointState
 
+from .drops import Log
 from .inputs import Inputs
 from .parameters import NodeParameters
 from .qos import sensor_qos
-from .streams import Log, Now
+from .streams import CameraInput, JointStateInput, Now
 
 Guard = Callable[..., Any]
 """Calls a function with arguments and lets no exception through."""
@@ -37,20 +38,21 @@ def subscribe(
         warn: log function.
     """
 
-    def one(kind: type, topic: str, qos: QoSProfile, sink: Callable[[Any, Now], None]) -> None:
+    def one(kind: type, stream: CameraInput | JointStateInput, qos: QoSProfile) -> None:
         def incompatible(event: Any) -> None:
             warn(
-                f"{topic}: {event.total_count} publisher(s) with incompatible QoS (policy {event.last_policy_kind}), "
-                "from which nothing is received; remedy: image.reliable: false, or a reliable publisher"
+                f"{stream.shown}: {event.total_count} publisher(s) with incompatible QoS (policy "
+                f"{event.last_policy_kind}), from which nothing is received; remedy: "
+                "image.reliable: false, or a reliable publisher"
             )
 
         events = SubscriptionEventCallbacks(incompatible_qos=lambda event: guard(incompatible, event))
         received = node.create_subscription(
-            kind, topic, lambda msg: guard(lambda: sink(msg, clock())), qos, event_callbacks=events
+            kind, stream.topic, lambda msg: guard(lambda: stream.on_message(msg, clock())), qos, event_callbacks=events
         )
         entities.callback(node.destroy_subscription, received)
 
     image_kind = CompressedImage if params.image_compressed else Image
     for camera in inputs.cameras.values():
-        one(image_kind, camera.topic, sensor_qos(5, reliable=params.image_reliable), camera.on_message)
-    one(JointState, inputs.joint_states.topic, sensor_qos(10), inputs.joint_states.on_message)
+        one(image_kind, camera, sensor_qos(5, reliable=params.image_reliable))
+    one(JointState, inputs.joint_states, sensor_qos(10))
