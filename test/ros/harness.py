@@ -153,8 +153,18 @@ class Robot(Node):
         return [m for _, m in list(self.trajectories) if len(m.points) == 1]
 
 
+class RecordingLogger:
+    """Stands for a node's logger; keeps ``level: text``."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __getattr__(self, level: str) -> Callable[..., None]:
+        return lambda text, **kwargs: self.lines.append(f"{level}: {text}")
+
+
 class System:
-    """Policy node and robot in a namespace of their own."""
+    """Policy node and robot in a namespace of their own. ``lines``: what the node logs."""
 
     def __init__(self, policy: Policy | Callable[..., Policy], **params: Any) -> None:
         namespace = f"/t{next(_number)}"
@@ -172,6 +182,9 @@ class System:
         }
         overrides = [Parameter(k, value=v) for k, v in values.items()]
         self.node = PolicyNode(factory, namespace=namespace, parameter_overrides=overrides)
+        logger = RecordingLogger()
+        self.lines = logger.lines
+        self.node.get_logger = lambda: logger  # type: ignore[method-assign,assignment,return-value]
         self.robot = Robot(namespace, compressed=params.get("image.compressed", False))
         self.spinners = [Spinner(self.node), Spinner(self.robot)]
 

@@ -3,14 +3,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from wam_policy_ros.contract.errors import Cancelled, EngineError
+from wam_policy_ros.contract.errors import Cancelled, ConfigError, EngineError
 from wam_policy_ros.contract.fakes import HoldPolicy, ScriptedPolicy
 from wam_policy_ros.contract.interface import Observation
+from wam_policy_ros.ros.checks import other_publishers
 from wam_policy_ros.ros.control import ControlLoop
 from wam_policy_ros.ros.lifecycle import Autostart
 from wam_policy_ros.ros.messages import stamp_to_ns
@@ -387,17 +389,158 @@ def test_random_weights_are_announced_at_activation(make: Make) -> None:
 
     policy = HoldPolicy()
     policy.spec = replace(policy.spec, random_weights=True)
-    lines: list[str] = []
     system = make(policy, autostart=False)
-    logger = system.node.get_logger()
-    warning = logger.warning
-    logger.warning = lambda line, **kw: (lines.append(line), warning(line, **kw))[1]  # type: ignore[method-assign,assignment]
-    system.node.get_logger = lambda: logger  # type: ignore[method-assign]
     system.on_node(system.node.trigger_configure)
     wait_for(lambda: system.robot.loading("phase") == "ready")
     system.on_node(system.node.trigger_activate)
-    assert any("RANDOM WEIGHTS: not a policy" in line for line in lines)
+    (line,) = [line for line in system.lines if "RANDOM WEIGHTS" in line]
+    assert line == "warning: RANDOM WEIGHTS: not a policy (hold policy, no network)"
     assert system.robot.wait_state(lifecycle="active")["policy"]["random_weights"] is True
+
+
+def test_random_weights_that_say_so_themselves_are_announced_once(make: Make) -> None:
+    from dataclasses import replace
+
+    policy = HoldPolicy()
+    policy.spec = replace(policy.spec, random_weights=True, weights="RANDOM WEIGHTS (tiny): not a policy")
+    system = make(policy)
+    system.robot.wait_state(lifecycle="active")
+    assert [line for line in system.lines if "RANDOM" in line] == ["warning: RANDOM WEIGHTS (tiny): not a policy"]
+
+
+@pytest.mark.parametrize("autostart", [True, False])
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_policy_that_cannot_be_loaded_is_said_at_once_in_readable_lines(
+    make: Make, autostart: bool, exits: bool
+) -> None:
+    def factory(params: Any, progress: Any) -> Any:
+        raise ConfigError("no static schedule with this number of evaluations", got=9)
+
+    system = make(factory, autostart=autostart, exit_on_failure=exits)
+    if not autostart:
+        system.on_node(system.node.trigger_configure)
+    wait_for(lambda: len([line for line in system.lines if line.startswith("error")]) == 1 + autostart)
+    errors = [line for line in system.lines if line.startswith("error")]
+    text = "no static schedule with this number of evaluations; got: 9"
+    assert errors[0] == f"error: the policy cannot be loaded: {text}"
+    if autostart:
+        assert errors[1].startswith("error: autostart gave up: the policy cannot be loaded")
+        assert ("the process ends" in errors[1]) == exits and ("clean up" in errors[1]) == (not exits)
+    time.sleep(0.25)  # a few periods of the automatic start
+    assert system.node.ended == (autostart and exits)
+    assert errors == [line for line in system.lines if line.startswith("error")]
+
+
+@pytest.mark.parametrize(
+    ("params", "what"),
+    [({"joints.names": NAMES[:7]}, "configure was refused"), ({"control.execute_steps": 22}, "activate was refused")],
+)
+def test_a_refused_start_ends_a_node_that_is_told_so(make: Make, params: dict[str, Any], what: str) -> None:
+    system = make(HoldPolicy(), exit_on_failure=True, **params)
+    wait_for(lambda: system.node.ended)
+    assert f"autostart gave up: {what}; the process ends" in system.lines[-1]
+
+
+def test_exit_on_failure_is_read_only(make: Make) -> None:
+    from rclpy.parameter import Parameter
+
+    system = make(HoldPolicy(), autostart=False)
+    change = [Parameter("exit_on_failure", value=True)]
+    (result,) = system.on_node(lambda: system.node.set_parameters(change))
+    assert not result.successful and system.node.get_parameter("exit_on_failure").value is False
+
+
+def test_the_console_tells_progress_and_the_start(make: Make) -> None:
+    more = threading.Event()
+
+    def factory(params: Any, progress: Callable[[str, float], None]) -> Any:
+        progress("loading weights", 0.34)
+        more.wait(10)
+        return HoldPolicy()
+
+    system = make(factory)
+    wait_for(lambda: "info: loading: loading weights (34%)" in system.lines)
+    more.set()
+    system.robot.wait_state(substate="running")
+    ready, running = (next(line for line in system.lines if w in line) for w in ("info: ready", "info: running"))
+    assert system.lines.index(ready) < system.lines.index(running) and "first chunk of 24 rows" in running
+
+
+def test_messages_name_topics_in_full(make: Make) -> None:
+    system = make(HoldPolicy(), instruction="", **{"joints.topic": "arm/joints"})
+    namespace = system.node.get_namespace()
+    system.robot.on[CAMERAS[0]] = False
+    wait_for(lambda: f"{namespace}/camera_exterior_1/image_raw" in system.robot.state.get("reason", ""))
+    reason = system.robot.state["reason"]
+    assert f"{namespace}/arm/joints" in reason and f"{namespace}/wam_policy/prompt" in reason
+    assert set(system.robot.state["counters"]["streams"]) == {*CAMERAS, "arm/joints"}, "keys as configured"
+
+
+def test_another_publisher_of_trajectories_is_named_at_activation(make: Make) -> None:
+    from trajectory_msgs.msg import JointTrajectory
+
+    system = make(HoldPolicy(), autostart=False)
+    system.on_node(system.node.trigger_configure)
+    wait_for(lambda: system.robot.loading("phase") == "ready")
+    system.on_node(system.node.trigger_activate)
+    system.robot.wait_state(lifecycle="active")
+    assert not [line for line in system.lines if "two masters" in line], "alone"
+    system.on_node(system.node.trigger_deactivate)
+    system.robot.create_publisher(JointTrajectory, "joint_trajectory", 1)
+    topic = f"{system.node.get_namespace()}/joint_trajectory"
+    wait_for(lambda: system.node.count_publishers(topic) == 2)
+    system.on_node(system.node.trigger_activate)
+    (line,) = [line for line in system.lines if "two masters" in line]
+    assert line.startswith(f"warning: {system.node.get_namespace()}/robot can publish on {topic}")
+
+
+def test_another_node_of_the_same_name_is_another_publisher() -> None:
+    def node(*publishers: tuple[str, str]) -> Any:
+        found = [SimpleNamespace(node_namespace=n, node_name=m) for n, m in publishers]
+        return SimpleNamespace(
+            get_publishers_info_by_topic=lambda topic: found,
+            get_namespace=lambda: "/",
+            get_name=lambda: "wam_policy",
+        )
+
+    assert other_publishers(node(("/", "wam_policy")), "/t") == []
+    assert other_publishers(node(), "/t") == [], "not discovered yet"
+    assert other_publishers(node(("/", "wam_policy"), ("/", "wam_policy")), "/t") == ["/wam_policy"]
+    assert other_publishers(node(("/a", "moveit"), ("/", "wam_policy")), "/t") == ["/a/moveit"]
+
+
+def test_configure_while_the_last_policy_still_loads_says_to_try_again(make: Make) -> None:
+    loading, more = threading.Event(), threading.Event()
+
+    def factory(params: Any, progress: Any) -> Any:
+        loading.set()
+        more.wait(10)
+        return HoldPolicy()
+
+    system = make(factory, autostart=False)
+    system.on_node(system.node.trigger_configure)
+    loading.wait(5)
+    system.on_node(system.node.trigger_cleanup)
+    assert "warning: the worker thread still runs" in system.lines[-1]
+    system.on_node(system.node.trigger_configure)
+    assert "still loading" in system.node.refused and "in a moment" in system.node.refused
+    assert "restart the process" not in system.node.refused
+    more.set()
+
+
+def test_a_worker_that_ends_late_is_no_error_when_the_process_ends(make: Make) -> None:
+    loading, more = threading.Event(), threading.Event()
+
+    def factory(params: Any, progress: Any) -> Any:
+        loading.set()
+        more.wait(10)
+        return HoldPolicy()
+
+    system = make(factory)
+    loading.wait(5)
+    threading.Timer(0.8, more.set).start()
+    assert system.on_node(lambda: system.node.close(5.0)), "joined"
+    assert not [line for line in system.lines if line.startswith(("error", "warning"))]
 
 
 def test_a_policy_of_another_action_space_is_refused(make: Make) -> None:

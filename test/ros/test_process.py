@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from wam_policy_ros.ros.main import find_problem
+from wam_policy_ros.ros.parameters import NodeParameters
+from wam_policy_ros.ros.params_files import find_fault, unused
 
 from .conftest import wait_for
 from .harness import Robot, Spinner
@@ -140,3 +142,83 @@ def test_missing_rclpy_names_both_ways_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     problem = find_problem()
     assert problem is not None and "ros-kilted" in problem and "setup.bash" in problem
+
+
+def run_node(tmp_path: Path, *args: str, yaml: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The entry point, which must end by itself; with a parameter file of this text."""
+    command = [sys.executable, "-m", "wam_policy_ros.ros.main", *args]
+    if yaml is not None:
+        (tmp_path / "mine.yaml").write_text(yaml)
+        command += ["--ros-args", "--params-file", str(tmp_path / "mine.yaml")]
+    env = {**os.environ, "ROS_LOG_DIR": str(tmp_path)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_says_what_it_is_and_how_to_give_parameters(tmp_path: Path, option: str) -> None:
+    done = run_node(tmp_path, option)
+    assert done.returncode == 0 and not done.stderr
+    assert "World Action Model" in done.stdout and "--params-file" in done.stdout and "/**/wam_policy:" in done.stdout
+    for name, f in NodeParameters.names().items():
+        assert f"  {name} (" in done.stdout and f.metadata["doc"] in done.stdout
+
+
+def test_an_argument_that_is_no_ros_argument_is_refused(tmp_path: Path) -> None:
+    done = run_node(tmp_path, "--checkpoint", "/c")
+    assert done.returncode == 2 and "'--checkpoint'" in done.stderr and "--help" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("yaml", "says"),
+    [
+        ("backend: hold\n", "`/**/wam_policy:` and, indented below it, `ros__parameters:`; got 'backend' outside"),
+        ("/**/wam_policy:\n  backend: hold\n", "got 'backend' outside of ros__parameters"),
+        ("a: [1,\n b", "is not valid YAML"),
+    ],
+)
+def test_a_parameter_file_that_ros_rejects_is_one_readable_line(
+    ros_domain: None, tmp_path: Path, yaml: str, says: str
+) -> None:
+    done = run_node(tmp_path, yaml=yaml)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("wam_policy: ")]
+    assert done.returncode == 2 and says in line and "mine.yaml" in line and "Traceback" not in done.stderr
+
+
+def test_a_parameter_file_for_another_node_is_named_and_a_refused_start_ends_with_1(
+    ros_domain: None, tmp_path: Path
+) -> None:
+    text = "/robot/wam_policy:\n  ros__parameters:\n    backend: hold\nwam_polcy:\n  ros__parameters: {device: cpu}\n"
+    more = tmp_path / "more.yaml"
+    more.write_text("/**:\n  ros__parameters: {exit_on_failure: true}\n")
+    args = ["--ros-args", "--params-file", str(more), "--"]
+    done = run_node(tmp_path, *args, yaml=text)
+    assert done.returncode == 1, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "sets nothing for this node" in line]
+    assert "mine.yaml" in line and "/wam_policy: it has parameters for /robot/wam_policy, /wam_polcy;" in line
+    assert "autostart gave up: configure was refused; the process ends" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("pattern", "node", "same"),
+    [
+        ("/**", "/a/b/wam_policy", True),
+        ("/**/wam_policy", "/wam_policy", True),
+        ("/**/wam_policy", "/a/b/wam_policy", True),
+        ("/*/wam_policy", "/a/wam_policy", True),
+        ("/*/wam_policy", "/a/b/wam_policy", False),
+        ("wam_policy", "/wam_policy", True),
+        ("wam_policy", "/a/wam_policy", False),
+        ("/**/wam_policy", "/my_wam_policy", False),
+    ],
+)
+def test_names_in_parameter_files_are_matched_as_ros_does(tmp_path: Path, pattern: str, node: str, same: bool) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(f"{pattern}:\n  ros__parameters: {{backend: hold}}\n")
+    assert (unused(path, node) is None) == same
+
+
+def test_names_in_parameter_files_may_be_nested(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("/a:\n  b:\n    wam_policy:\n      ros__parameters: {backend: hold}\n")
+    assert unused(path, "/a/b/wam_policy") is None and find_fault(path) is None
+    assert "/a/b/wam_policy" in (unused(path, "/wam_policy") or "")

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wam_policy_ros.contract.errors import Cancelled, EngineError, InvalidState
+from wam_policy_ros.contract.errors import Cancelled, CheckpointError, ConfigError, EngineError, InvalidState
 from wam_policy_ros.contract.fakes import HoldPolicy, ScriptedPolicy, example_observation
 from wam_policy_ros.contract.interface import Observation
-from wam_policy_ros.ros.worker import InferenceWorker, Phase, Request, Result
+from wam_policy_ros.ros.progress import ProgressLog
+from wam_policy_ros.ros.worker import InferenceWorker, Phase, Request, Result, WorkerStatus
 
 from .conftest import wait_for
 
@@ -263,6 +264,68 @@ def test_failure_to_load_is_a_status() -> None:
     wait_for(lambda: worker.status.phase is Phase.FAILED)
     assert worker.status.message == "FileNotFoundError: no such checkpoint"
     assert worker.stop(2.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("no such device", got="'cuda'"), "the policy cannot be loaded: no such device; got: 'cuda'"),
+        (
+            CheckpointError("cannot be used", problems=["shard 7 is missing", "no metadata.json"]),
+            "the policy cannot be loaded: cannot be used\n  - shard 7 is missing\n  - no metadata.json",
+        ),
+    ],
+)
+def test_what_a_person_can_cure_is_logged_as_its_own_text(error: Exception, line: str) -> None:
+    lines: list[tuple[str, str]] = []
+
+    def factory(progress: Any) -> Any:
+        try:
+            raise ValueError("inner")
+        except ValueError as cause:
+            raise error from cause
+
+    worker = InferenceWorker(factory, notify=lambda: None, log=lambda *a: lines.append(a), after_step=lambda *_: None)
+    worker.start()
+    wait_for(lambda: worker.status.phase is Phase.FAILED)
+    assert lines == [("error", line)] and worker.status.message == str(error)
+
+
+def test_what_nobody_expected_is_logged_with_its_traceback() -> None:
+    lines: list[str] = []
+    policy = HoldPolicy()
+
+    def infer(session: Any, observation: Any, *, cancelled: Any = None) -> Any:
+        raise KeyError("q")
+
+    policy.infer = infer  # type: ignore[method-assign,assignment]
+    worker = InferenceWorker(
+        lambda progress: policy, notify=lambda: None, log=lambda *a: lines.append(a[1]), after_step=lambda *_: None
+    )
+    worker.start()
+    wait_for(lambda: worker.status.phase is Phase.FAILED)
+    assert len(lines) == 1 and lines[0].startswith("the policy failed in its warm-up\nTraceback") and "'q'" in lines[0]
+
+
+def test_progress_is_a_line_for_every_phase_and_every_tenth() -> None:
+    lines: list[str] = []
+    progress = ProgressLog(lines.append)
+    for k in range(1001):  # tensors
+        progress.update(WorkerStatus(message="loading weights", fraction=k / 1000))
+    assert len(lines) == 11 and lines[3] == "loading: loading weights (30%)"
+    for status in (
+        WorkerStatus(Phase.WARMING_UP, "warming up", 0.0),
+        WorkerStatus(Phase.WARMING_UP, "warm-up call 2 of 2", 0.5),
+        *[WorkerStatus(Phase.READY, "ready", 1.0, warm_up_s=(1.0, 0.25))] * 3,
+        WorkerStatus(Phase.STOPPED, "stopped"),
+        WorkerStatus(Phase.FAILED, "has a line of its own"),
+    ):
+        progress.update(status)
+    assert lines[11:] == [
+        "warming up: warming up (0%)",
+        "warming up: warm-up call 2 of 2 (50%)",
+        "ready: first call of a session 1.00 s, later ones 0.25 s",
+    ]
 
 
 def test_stop_before_start_is_harmless() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 from wam_policy_ros.contract.chunking import MIN_ROWS
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.contract.interface import PolicySpec
@@ -51,3 +54,15 @@ def check_fit(expected: PolicySpec, got: PolicySpec) -> None:
     for name, (want, have) in pairs.items():
         if want != have:
             raise ConfigError(f"the policy does not fit the node: {name}", got=have, expected=want)
+
+
+def other_publishers(node: Any, topic: str) -> list[str]:
+    """Full names of the nodes, other than this one, with a publisher on a topic that this node publishes on.
+
+    Args:
+        node: an rclpy node.
+        topic: its full name.
+    """
+    found = Counter((p.node_namespace, p.node_name) for p in node.get_publishers_info_by_topic(topic))
+    found[node.get_namespace(), node.get_name()] -= 1  # another node may have the very same name
+    return sorted(f"{namespace.rstrip('/')}/{name}" for namespace, name in (+found).elements())

@@ -58,37 +58,49 @@ def transition(target: str) -> Callable[[_Callback], _Callback]:
 class Autostart:
     """Configures a node once, then activates it once as soon as its policy is ready.
 
-    It gives up, saying so, when configure fails or the policy cannot be loaded; afterwards the lifecycle belongs to
-    whoever calls the services.
+    It gives up when configure or activate is refused or the policy cannot be loaded; afterwards the lifecycle belongs
+    to whoever calls the services, unless ``gave_up`` ends the process.
 
     Args:
         node: has a ``lifecycle`` label.
         phase: of the worker.
         guard: calls a function and lets no exception through.
+        gave_up: called once, with what failed and what can be done about it in a node that lives on.
     """
 
     def __init__(
-        self, node: LifecycleNode, phase: Callable[[], Phase | None], guard: Callable[[Callable[[], None]], Any]
+        self,
+        node: LifecycleNode,
+        phase: Callable[[], Phase | None],
+        guard: Callable[[Callable[[], None]], Any],
+        gave_up: Callable[[str, str], None],
     ) -> None:
-        self._node, self._phase, self._tried = node, phase, False
+        self._node, self._phase, self._gave_up, self._tried = node, phase, gave_up, False
         self._timer = node.create_timer(AUTOSTART_PERIOD_S, lambda: guard(self._step), clock=steady_clock())
 
     def cancel(self) -> None:
         """Stop trying."""
         self._timer.cancel()
 
+    def _label(self) -> str:
+        return getattr(self._node, "lifecycle", "")
+
     def _step(self) -> None:
-        label, log = getattr(self._node, "lifecycle", ""), self._node.get_logger()
-        if label == "unconfigured" and not self._tried:
+        if self._label() == "unconfigured" and not self._tried:
             self._tried = True
             self._node.trigger_configure()
-            if getattr(self._node, "lifecycle", "") != "inactive":
-                log.error("autostart gave up: configure failed; correct the parameters and configure again")
+            if self._label() != "inactive":
                 self.cancel()
-        elif label == "inactive" and self._phase() is Phase.READY:
-            self._node.trigger_activate()
+                self._gave_up("configure was refused", "correct the parameters and configure again")
+        elif self._label() == "inactive" and self._phase() is Phase.READY:
             self.cancel()
-        elif label != "inactive" or self._phase() in (Phase.FAILED, Phase.STOPPED):
+            self._node.trigger_activate()
+            if self._label() != "active":
+                self._gave_up("activate was refused", "clean up, correct the parameters, configure and activate")
+        elif self._label() == "inactive" and self._phase() is Phase.FAILED:
+            self.cancel()
+            self._gave_up("the policy cannot be loaded", "clean up, correct the cause, configure and activate")
+        elif self._label() != "inactive" or self._phase() is Phase.STOPPED:
             self.cancel()
 
 

@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from .params_files import find_fault, given_files, split_arguments, unused
+
 JOIN_S = 10.0
 """How long the end of the process waits for the worker thread."""
 
@@ -34,6 +36,41 @@ def find_problem() -> str | None:
     return None
 
 
+HELP = """\
+wam_policy: the ROS 2 lifecycle node that drives a robot with a World Action Model.
+
+usage: wam_policy --ros-args [--params-file FILE]... [-p NAME:=VALUE]... [-r FROM:=TO]...
+
+Every option is a ROS parameter, given as -p NAME:=VALUE or in a FILE of this form:
+
+  /**/wam_policy:
+    ros__parameters:
+      NAME: VALUE
+
+A dry run without a network, up to the joint names of the robot:
+
+  wam_policy --ros-args -p backend:=hold -p "joints.names:=[j1, ..., gripper]" -p gripper.closed:=0.8
+
+Names and topics are moved as usual: -r __ns:=/robot, -r joint_states:=/robot/joint_states.
+`wam up` and `ros2 launch wam_policy_ros dreamzero.launch.py` start the same node with less typing.
+
+Parameters (default):
+"""
+
+
+def help_text() -> str:
+    """What ``--help`` prints: what it is, how to give parameters, and all of them."""
+    from .parameters import NodeParameters
+
+    lines = []
+    for name, f in NodeParameters.names().items():
+        meta, default = f.metadata, list(f.default) if isinstance(f.default, tuple) else f.default
+        unit = f" [{meta['unit']}]" if meta["unit"] else ""
+        shown = repr(default).lower() if isinstance(default, bool) else repr(default)
+        lines.append(f"  {name} ({shown}): {meta['doc']}{unit}")
+    return HELP + "\n".join(lines)
+
+
 class StopSignals:
     """Turns SIGINT and SIGTERM into a flag from now on; a second one changes nothing."""
 
@@ -50,7 +87,7 @@ class StopSignals:
 
 
 def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
-    """Spin a node until SIGINT or SIGTERM, then stop it: hold, worker joined, everything destroyed.
+    """Spin a node until SIGINT, SIGTERM or its ``ended``, then stop it: hold, worker joined, everything destroyed.
 
     An exception that ends the spinning is logged and ends the node in the same way.
 
@@ -60,8 +97,8 @@ def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
         executor: ``single``, or ``events``.
 
     Returns:
-        Exit code: 0; 1 after an exception, and when the worker thread did not stop (the process then ends without
-        joining it).
+        Exit code: 0; 1 after an exception, for a node that ended by itself, and when the worker thread did not stop
+        (the process then ends without joining it).
     """
     import rclpy
     from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
@@ -83,8 +120,9 @@ def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
             end.callback(spinner.shutdown, 1.0)
             try:
                 # In slices: a Python signal handler runs only between them.
-                while not stop.received and node.context.ok():
+                while not stop.received and not node.ended and node.context.ok():
                     spinner.spin_once(timeout_sec=0.1)
+                code = int(node.ended)
                 if stop.received:
                     log.info(f"{stop.received[0].name}: stopping")
             except ExternalShutdownException:
@@ -111,6 +149,14 @@ def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of ``wam_policy``."""
+    argv = list(sys.argv if args is None else args)
+    plain, ros_arguments = split_arguments(argv[1:])
+    if "-h" in plain or "--help" in plain:
+        print(help_text())
+        return 0
+    if plain:
+        print(f"wam_policy: unknown argument {plain[0]!r}; options are ROS parameters, see --help", file=sys.stderr)
+        return 2
     if (problem := find_problem()) is not None:
         print(f"wam_policy: {problem}", file=sys.stderr)
         return 2
@@ -123,10 +169,19 @@ def main(args: Sequence[str] | None = None) -> int:
 
     from .policy_node import PolicyNode
 
-    # Own handlers: rclpy's shut the context down at once, and then no hold could be sent.
-    rclpy.init(args=list(sys.argv if args is None else args), signal_handler_options=SignalHandlerOptions.NO)
+    files = given_files(ros_arguments)
+    try:
+        # Own handlers: rclpy's shut the context down at once, and then no hold could be sent.
+        rclpy.init(args=argv, signal_handler_options=SignalHandlerOptions.NO)
+    except Exception as error:  # rclpy has several kinds, not all of them public
+        faults = [fault for path in files if (fault := find_fault(path)) is not None]
+        print(f"wam_policy: {faults[0] if faults else ' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     try:
         node = PolicyNode()
+        for path in files:
+            if (line := unused(path, node.get_fully_qualified_name())) is not None:
+                node.get_logger().warning(line)
         return run(node, stop, executor=str(node.get_parameter("executor").value))
     finally:
         rclpy.try_shutdown()

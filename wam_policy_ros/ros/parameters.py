@@ -23,8 +23,10 @@ def _p(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
+    read_only: bool = False,
 ) -> Any:
     meta = {"name": name, "doc": doc, "unit": unit, "low": low, "high": high, "choices": choices}
+    meta["read_only"] = read_only
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -50,6 +52,12 @@ class NodeParameters:
     device: str = _p("auto", "device", "torch device, or auto")
     instruction: str = _p("", "instruction", "what to do; ~/prompt changes it while the node runs")
     autostart: bool = _p(True, "autostart", "configure at start, activate as soon as the policy is ready")
+    exit_on_failure: bool = _p(
+        False,
+        "exit_on_failure",
+        "end with exit code 1 when autostart gives up: refused configuration, or a policy that cannot be loaded",
+        read_only=True,
+    )
     executor: str = _p("single", "executor", "rclpy executor", choices=("single", "events"))
 
     engine_schedule: str = _p(
@@ -233,7 +241,10 @@ def declare(node: Any) -> None:
         notes = [t for t in (f"unit {meta['unit']}" if meta["unit"] else "", limits, choices) if t]
         default = list(f.default) if isinstance(f.default, tuple) else f.default
         descriptor = ParameterDescriptor(
-            description=meta["doc"], additional_constraints=", ".join(notes), dynamic_typing=True
+            description=meta["doc"],
+            additional_constraints=", ".join(notes),
+            dynamic_typing=True,
+            read_only=meta["read_only"],
         )
         node.declare_parameter(name, default, descriptor)
 

@@ -27,7 +27,7 @@ from wam_policy_ros.contract.interface import Policy, PolicySpec
 
 from . import parameters
 from .backend import make_policy
-from .checks import check_fit, check_rate, check_steps
+from .checks import check_fit, check_rate, check_steps, other_publishers
 from .control import ControlLoop
 from .inputs import Inputs
 from .joints import JointMap
@@ -35,6 +35,7 @@ from .lifecycle import Autostart, steady_clock, transition
 from .messages import trajectory_to_msg
 from .outputs import TrajectoryOutput
 from .parameters import NodeParameters
+from .progress import ProgressLog
 from .qos import latched_qos
 from .streams import Now
 from .subscriptions import subscribe
@@ -56,6 +57,7 @@ class _Parts:
     expected: PolicySpec
     worker: InferenceWorker
     control: ControlLoop
+    progress: ProgressLog
     entities: ExitStack
 
 
@@ -65,6 +67,11 @@ class PolicyNode(LifecycleNode):
     Args:
         policy_factory: makes the policy in the worker thread; tests inject fakes here.
         kwargs: for ``rclpy.lifecycle.LifecycleNode``.
+
+    Attributes:
+        lifecycle: label of the state.
+        refused: why the last transition was refused, or empty.
+        ended: the process shall end with a failure, see ``exit_on_failure``.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class PolicyNode(LifecycleNode):
     ) -> None:
         super().__init__("wam_policy", **kwargs)
         self.lifecycle, self.refused, self._closed = "unconfigured", "", False
-        self._defective = False
+        self._defective = self._ending = self.ended = False
         self._policy_factory = policy_factory
         self._parts: _Parts | None = None
         self._old_worker: InferenceWorker | None = None
@@ -88,7 +95,10 @@ class PolicyNode(LifecycleNode):
         self._autostart = None
         if self.get_parameter("autostart").value is True:
             self._autostart = Autostart(
-                self, lambda: self.worker_status.phase if self.worker_status else None, self._safely
+                self,
+                lambda: self.worker_status.phase if self.worker_status else None,
+                self._safely,
+                self._autostart_failed,
             )
         self.publish_state()
 
@@ -109,6 +119,11 @@ class PolicyNode(LifecycleNode):
     @transition("inactive")
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         if self._old_worker is not None and self._old_worker.alive:
+            if self._old_worker.status.phase in (Phase.LOADING, Phase.WARMING_UP):
+                raise NotReady(
+                    "the policy of the last configuration is still loading",
+                    remedy="it stops by itself: configure again in a moment",
+                )
             raise ConfigError(
                 "the worker thread of the last configuration still runs",
                 remedy="a step that hangs in the device's driver cannot be stopped: restart the process",
@@ -133,7 +148,11 @@ class PolicyNode(LifecycleNode):
         check_fit(parts.expected, status.spec)
         check_steps(parts.params, status.spec)
         if status.spec.random_weights:
-            self.get_logger().warning(f"RANDOM WEIGHTS: not a policy ({status.spec.weights})")
+            label, weights = "RANDOM WEIGHTS: not a policy", status.spec.weights
+            self.get_logger().warning(weights if weights.startswith("RANDOM WEIGHTS") else f"{label} ({weights})")
+        topic = self.resolve_topic_name(parts.params.output_topic)
+        if others := other_publishers(self, topic):
+            self.get_logger().warning(f"{', '.join(others)} can publish on {topic}, too: two masters of one robot")
         result = super().on_activate(state)
         parts.control.activate(status.spec)
         return result
@@ -150,6 +169,7 @@ class PolicyNode(LifecycleNode):
 
     @transition("finalized")
     def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
+        self._ending = True
         self._release(STOP_S)
         return super().on_shutdown(state)
 
@@ -163,6 +183,7 @@ class PolicyNode(LifecycleNode):
         if self._autostart is not None:
             self._autostart.cancel()
         worker = self._parts.worker if self._parts else self._old_worker
+        self._ending = True
         if self.lifecycle != "finalized":
             self._safely(self.trigger_shutdown)
         self._safely(self._release, STOP_S)  # whatever became of the transition
@@ -185,7 +206,7 @@ class PolicyNode(LifecycleNode):
         def warn(line: str) -> None:
             self._log("warn", line)
 
-        inputs = Inputs(params, expected, joints, warn=warn)
+        inputs = Inputs(params, expected, joints, warn=warn, resolve=self.resolve_topic_name)
         publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
         entities.callback(self.destroy_lifecycle_publisher, publisher)
         entities.callback(publisher.wait_for_all_acked, Duration(seconds=ACKED_S))
@@ -213,6 +234,8 @@ class PolicyNode(LifecycleNode):
             simulated=self.get_parameter("use_sim_time").value is True,
             changed=self.publish_state,
             log=self._log,
+            prompt_topic=self.resolve_topic_name("~/prompt"),
+            reset_service=self.resolve_service_name("~/reset"),
         )
         subscribe(self, inputs, params, entities, clock=self.now, guard=self._safely, warn=warn)
         prompt = self.create_subscription(
@@ -224,7 +247,8 @@ class PolicyNode(LifecycleNode):
         period_s = 1.0 / expected.control_rate_hz
         tick = self.create_timer(period_s, lambda: self._safely(control.on_tick), clock=steady_clock())
         entities.callback(self.destroy_timer, tick)
-        return _Parts(params, expected, worker, control, entities)
+        progress = ProgressLog(lambda line: self._log("info", line))
+        return _Parts(params, expected, worker, control, progress, entities)
 
     def _release(self, timeout_s: float) -> None:
         parts, self._parts = self._parts, None
@@ -234,11 +258,15 @@ class PolicyNode(LifecycleNode):
         try:
             parts.control.deactivate()
         finally:
-            if not parts.worker.stop(timeout_s):
-                self.get_logger().error(
-                    f"the worker thread did not stop within {timeout_s} s; configure is refused until it does"
-                )
+            # Whoever ends the process joins the worker himself.
+            if not parts.worker.stop(timeout_s) and not self._ending:
+                self.get_logger().warning("the worker thread still runs; configure is refused until it has ended")
             parts.entities.close()
+
+    def _autostart_failed(self, what: str, remedy: str) -> None:
+        self.ended = self.get_parameter("exit_on_failure").value is True
+        then = "the process ends (exit_on_failure)" if self.ended else f"{remedy}, or start again"
+        self.get_logger().error(f"autostart gave up: {what}; {then}")
 
     def _need_parts(self) -> _Parts:
         if self._parts is None:
@@ -261,6 +289,7 @@ class PolicyNode(LifecycleNode):
     def _on_worker(self) -> None:
         if self._parts is None:
             return
+        self._safely(self._parts.progress.update, self._parts.worker.status)
         self._safely(self._parts.control.on_worker)
         if self._parts.worker.status.phase is not Phase.READY:
             self.publish_state()

@@ -40,6 +40,13 @@ class Phase(str, Enum):
     STOPPED = "stopped"
 
 
+_FAILED = {
+    Phase.LOADING: "the policy cannot be loaded",
+    Phase.WARMING_UP: "the policy failed in its warm-up",
+    Phase.READY: "the policy failed",
+}
+
+
 @dataclass(frozen=True)
 class WorkerStatus:
     """What the worker is doing.
@@ -190,9 +197,13 @@ class InferenceWorker:
             self._set(phase=Phase.STOPPED, message="stopped")
         except Cancelled:
             self._set(phase=Phase.STOPPED, message="stopped")
+        except WamError as error:
+            # A person can cure it, and its text says how.
+            self._log("error", f"{_FAILED[self._status.phase]}: {error}")
+            self._set(phase=Phase.FAILED, message=str(error))
         except Exception as error:
             # As text: the traceback's frames hold the policy, all its weights included.
-            self._log("error", f"the policy failed\n{traceback.format_exc()}")
+            self._log("error", f"{_FAILED[self._status.phase]}\n{traceback.format_exc()}")
             self._set(phase=Phase.FAILED, message=f"{type(error).__name__}: {error}")
 
     def _warm_up(self, policy: Policy) -> None:
