@@ -27,7 +27,7 @@ SERVE = ["websockets>=13", "msgpack>=1.0.8"]
 # Headless: it needs no X libraries. On a machine with ROS 2 the distribution's python3-opencv is used instead.
 VISION = ["opencv-python-headless>=4.8"]
 REPORT = ["av>=12", "matplotlib>=3.8"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
 setup(
     name=NAME,

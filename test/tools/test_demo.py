@@ -20,6 +20,7 @@ needs_ros = pytest.mark.skipif(
 
 @needs_ros
 @pytest.mark.ros
+@pytest.mark.flaky(reruns=1)
 @pytest.mark.timeout(240)
 def test_demo_without_anything_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report"
@@ -49,6 +50,7 @@ def test_demo_without_anything_given(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 @needs_ros
 @pytest.mark.ros
+@pytest.mark.flaky(reruns=1)
 def test_a_node_that_cannot_start_ends_the_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status = main(["demo", "--seconds", "3", "--checkpoint", str(tmp_path), "--report", str(tmp_path / "report")])
     assert status == 1
