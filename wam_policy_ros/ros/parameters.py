@@ -147,6 +147,14 @@ class NodeParameters:
         10.0, "safety.deadline_s", "a request that takes longer is a latched fault", unit="s", low=0.01, high=3600.0
     )
 
+    pictures_time_share: float = _p(
+        0.1,
+        "pictures.time_share",
+        "most of the worker's time for ~/observed and ~/predicted_video while steps wait; 1: every step is drawn",
+        low=0.001,
+        high=1.0,
+    )
+
     @classmethod
     def names(cls) -> dict[str, dataclasses.Field[Any]]:
         """ROS name -> dataclass field, in order of declaration."""

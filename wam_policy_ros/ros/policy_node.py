@@ -223,6 +223,7 @@ class PolicyNode(LifecycleNode):
             log=self._log,
             after_step=video.after_step,
             after_step_wanted=video.wanted,
+            after_step_share=params.pictures_time_share,
         )
         control = ControlLoop(
             params,

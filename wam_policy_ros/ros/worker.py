@@ -25,10 +25,6 @@ IDLE_STEPS = 1.5
 """``after_step`` waits this many control steps for the next request, which comes first. A request that is due at once
 is submitted at the next control tick, so within one step."""
 
-BUSY_SHARE = 0.1
-"""``after_step`` need not wait when it takes less than this part of the time: requests without a pause, as a policy
-gets that is slower than ``control.execute_steps``, would put it off for ever."""
-
 
 class Phase(str, Enum):
     """Where the worker is."""
@@ -101,8 +97,10 @@ class InferenceWorker:
         notify: called from the thread when a result or a new status is there; must be thread-safe and quick.
         log: called from the thread with a level (``error``) and text, tracebacks included.
         after_step: called in the thread after a chunk was handed over, for work that may not delay the next request
-            by more than ``BUSY_SHARE`` of the time: beyond that it is left out, and counted in ``after_step_skipped``,
-            when a request comes within ``IDLE_STEPS``.
+            by more than ``after_step_share`` of the time: beyond that it is left out, and counted in
+            ``after_step_skipped``, when a request comes within ``IDLE_STEPS``.
+        after_step_share: more than 0: requests without a pause, as a policy gets that is slower than
+            ``control.execute_steps``, would put ``after_step`` off for ever.
         after_step_wanted: asked before each; while it says no, nothing is kept for ``after_step``.
     """
 
@@ -114,9 +112,11 @@ class InferenceWorker:
         log: Log,
         after_step: AfterStep,
         after_step_wanted: Callable[[], bool] = lambda: True,
+        after_step_share: float = 0.1,
     ) -> None:
         self._factory, self._notify, self._log = factory, notify, log
         self._after_step, self._after_step_wanted = after_step, after_step_wanted
+        self._after_step_share = after_step_share
         self._cond = threading.Condition()
         self._stop = False
         self._generation = 0
@@ -267,7 +267,7 @@ class InferenceWorker:
                 start = time.monotonic()
                 self._after_step(policy, chunk, observation)
                 end = time.monotonic()
-                self._after_step_due_s = end + (end - start) / BUSY_SHARE
+                self._after_step_due_s = end + (end - start) * (1 / self._after_step_share - 1)
             else:
                 self.after_step_skipped += 1
         return True

@@ -92,6 +92,7 @@ def _node_command(args: argparse.Namespace) -> list[str]:
         command += ["-p", f"{key}:='{value.replace(chr(39), chr(39) * 2)}'"]
     for key, value in PATIENCE.items():
         command += ["-p", f"{key}:={value}"]
+    command += ["-p", "pictures.time_share:=1.0"]  # the report wants every prediction
     return [*command, "-p", "exit_on_failure:=true", "-r", f"__ns:=/{NAMESPACE}"]
 
 
