@@ -144,7 +144,7 @@ BIG = (480, 640)
     ("params", "shape", "warns"),
     [
         ({}, BIG, True),
-        ({}, (180, 320), True),
+        ({}, (180, 320), False),
         ({}, (160, 240), False),
         ({"image.reliable": True}, BIG, False),
     ],
