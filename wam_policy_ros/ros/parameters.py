@@ -42,7 +42,7 @@ class NodeParameters:
     )
     embodiment: str = _p("oxe_droid", "embodiment", "tag of the robot in the checkpoint's metadata.json")
     checkpoint: str = _p("", "checkpoint", "folder of the checkpoint")
-    tokenizer: str = _p("", "tokenizer", "tokenizer.json or its folder; empty: look beside the checkpoint")
+    tokenizer: str = _p("", "tokenizer", "tokenizer.json or its folder; empty: look in the checkpoint")
     random_weights: str = _p(
         "",
         "random_weights",
