@@ -1,6 +1,6 @@
 """What a robot is to the network: cameras and their tiling, state and action fields, rates, prompt template.
 
-The numbers come from spec/dreamzero.md 1.2 to 1.6 (DreamZero's published configurations). A checkpoint's own
+The numbers come from DreamZero spec 1.2 to 1.6 (DreamZero's published configurations). A checkpoint's own
 ``config.json`` and ``metadata.json`` win over what is written here wherever they say something.
 """
 

@@ -119,7 +119,7 @@ class Observation:
 
 
 class ResetReason(str, Enum):
-    """Why a call started from an empty window (spec/dreamzero.md 3.2)."""
+    """Why a call started from an empty window (DreamZero spec 3.2)."""
 
     FIRST_CALL = "first call of the session"
     PROMPT_CHANGED = "instruction changed"

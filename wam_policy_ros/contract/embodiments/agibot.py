@@ -1,6 +1,6 @@
 """AgiBot G1: two 7-joint arms with effectors, head and waist, three cameras.
 
-The released base checkpoint probably uses a horizon of 48 rows at 30 Hz (spec/dreamzero.md 1.6); the checkpoint's
+The released base checkpoint probably uses a horizon of 48 rows at 30 Hz (DreamZero spec 1.6); the checkpoint's
 ``action_horizon`` is what counts.
 """
 
