@@ -320,3 +320,10 @@ def test_a_session_does_not_mix_clocks(first, second):
     with pytest.raises(ObservationError, match="mix"):
         history.add(second)
     assert len(history) == 1
+
+
+def test_frames_that_are_no_mapping() -> None:
+    history = FrameHistory(spec_of("droid", weights=""))
+    with pytest.raises(ObservationError, match="not a mapping"):
+        history.add(Observation(frames=None, state={}, prompt=""))  # type: ignore[arg-type]
+    assert len(history) == 0

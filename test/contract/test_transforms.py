@@ -15,7 +15,7 @@ from wam_policy_ros.contract.embodiments import AGIBOT, DROID
 from wam_policy_ros.contract.errors import ChunkError, ConfigError, InvalidState, MissingInput
 from wam_policy_ros.contract.interface import FieldSpec
 from wam_policy_ros.contract.normalization import FieldStatistics, Statistics
-from wam_policy_ros.contract.transforms import decode_actions, encode_actions, encode_state
+from wam_policy_ros.contract.transforms import decode_actions, encode_actions, encode_state, raw_state
 
 
 def _recorded_statistics() -> Statistics:
@@ -157,3 +157,9 @@ def test_decode_undoes_encode(data, seed, per_horizon, rows):
     assert encoded.dtype == np.float32 and not encoded[:, sum(dims) :].any()
     # float32 arithmetic on values up to 8 and spans down to 0.1
     np.testing.assert_allclose(decode_actions(encoded, fields, statistics, state), actions, atol=2e-5)
+
+
+@pytest.mark.parametrize("state", [None, [0.0] * 8, "joint_position"])
+def test_a_state_that_is_no_mapping(state):
+    with pytest.raises(InvalidState, match="not a mapping"):
+        raw_state(state, DROID.state[0])

@@ -252,6 +252,13 @@ class FrameHistory:
 
 
 def _check_images(observation: Observation, cameras: Sequence[CameraSpec]) -> None:
+    if not isinstance(observation.frames, Mapping):
+        raise ObservationError(
+            "the frames are not a mapping",
+            field="frames",
+            got=type(observation.frames).__name__,
+            expected=f"cameras {[c.name for c in cameras]} -> uint8 [T, H, W, 3]",
+        )
     counts = {}
     for camera in cameras:
         name = camera.name

@@ -52,6 +52,13 @@ def encode_state(
 
 def raw_state(state: Mapping[str, npt.NDArray[Any]], field: FieldSpec) -> npt.NDArray[np.float64]:
     """One field of the state, checked: float64 ``[dim]``. Raises as ``encode_state`` does."""
+    if not isinstance(state, Mapping):
+        raise InvalidState(
+            "the state is not a mapping",
+            field=field.name,
+            got=type(state).__name__,
+            expected="field name -> numbers",
+        )
     if field.name not in state:
         raise MissingInput(
             f"state field {field.name!r} is missing",
