@@ -64,7 +64,7 @@ lint: venv
 	@$(RUN) $(BIN)/mypy
 
 test: lint
-	@$(RUN) ROS_AUTOMATIC_DISCOVERY_RANGE=LOCALHOST $(BIN)/python -m pytest test
+	@$(RUN) WAM_TEST_COMPLETE=1 ROS_AUTOMATIC_DISCOVERY_RANGE=LOCALHOST $(BIN)/python -m pytest test
 
 bench: venv
 	@$(RUN) $(BIN)/wam bench
