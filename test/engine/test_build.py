@@ -13,12 +13,12 @@ import yaml
 from safetensors.torch import save_file
 
 from test.tiny_checkpoint import conf_yaml, config_json, edit_json, tiny_network, write_checkpoint, write_tokenizer
-from wam_policy_ros.contract.embodiments import DROID
+from wam_policy_ros.contract.embodiments import DROID, YAM
 from wam_policy_ros.contract.errors import CheckpointError, ConfigError, StatisticsError, TokenizerError
 from wam_policy_ros.contract.fakes import example_observation
 from wam_policy_ros.contract.transforms import decode_actions
 from wam_policy_ros.engine import build
-from wam_policy_ros.engine.build import build_policy, resolve_device, resolve_dtype
+from wam_policy_ros.engine.build import build_policy, resolve_device, resolve_dtype, synthetic_metadata
 from wam_policy_ros.engine.config import EngineConfig
 
 METADATA = "experiment_cfg/metadata.json"
@@ -525,3 +525,11 @@ def test_pictures_that_do_not_fit_the_network_are_found_before_the_weights(folde
 def test_a_long_list_of_faults_is_cut():
     text = str(CheckpointError("broken", problems=[f"fault {i}" for i in range(500)]))
     assert "fault 39" in text and "fault 40" not in text and "460 more" in text
+
+
+def test_a_picture_size_that_nobody_published_is_not_assumed(folder, no_weights):
+    metadata = json.loads((folder / METADATA).read_text()) | synthetic_metadata(YAM)
+    del metadata["yam"]["modalities"]["video"]["top_camera-images-rgb"]["resolution"]
+    (folder / METADATA).write_text(json.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"top_camera-images-rgb.*resolution"):
+        _build(folder, embodiment="yam")

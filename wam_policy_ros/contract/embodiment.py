@@ -28,6 +28,8 @@ class Embodiment:
             view 2 top right, view 1 bottom left, black bottom right (spec 1.2).
         view_height, view_width: pixels of one view inside the mosaic.
         crop_scale: fraction of each side kept by the centre crop.
+        raw_size_published: False when only a checkpoint can say how large the cameras' pictures are; the sizes on the
+            page then serve networks without a checkpoint.
         state, action: field order of the concatenated vectors.
         control_rate_hz: rows per second.
         horizon: rows per chunk; the checkpoint's ``action_horizon`` wins.
@@ -49,6 +51,7 @@ class Embodiment:
     view_height: int = 176
     view_width: int = 320
     crop_scale: float = 0.95
+    raw_size_published: bool = True
 
 
 def get_embodiment(name: str) -> Embodiment:

@@ -330,7 +330,13 @@ def _cameras(page: Embodiment, order: list[str] | None, entry: Mapping[str, Any]
                 expected=f"cameras {list(by_name)}",
             )
         camera = by_name[name]
-        width, height = _numbers(entry, "video", name, "resolution", 2) or (camera.width, camera.height)
+        size = _numbers(entry, "video", name, "resolution", 2)
+        if size is None and not page.raw_size_published:
+            raise CheckpointError(
+                f"metadata.json does not say how large the pictures of camera {name!r} are",
+                expected=f"modalities.video.{name}.resolution = [width, height]",
+            )
+        width, height = size or (camera.width, camera.height)
         cameras.append(dataclasses.replace(camera, width=width, height=height))
     return tuple(cameras)
 

@@ -122,9 +122,6 @@ class DreamZeroConfig:
     target_video_hw: tuple[int, int] | None = None
     decouple_inference_noise: bool = False
     video_inference_final_noise: float = 0.8
-    train_architecture: str = "full"
-    lora_rank: int = 4
-    lora_alpha: int = 4
     ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -235,7 +232,6 @@ class DreamZeroConfig:
         merged = shared | dict(dit_raw)
         dit = DiTConfig.from_dict({"text_dim": text.dim, "text_len": text.text_len} | merged, clip_dim=image.vision_dim)
         used = {"num_frames", "action_horizon", "decouple_inference_noise", "video_inference_final_noise"}
-        used |= {"train_architecture", "lora_rank", "lora_alpha"}
         size = (raw.get("target_video_height"), raw.get("target_video_width"))
         if any(s is not None and type(s) is not int for s in size) or (size[0] is None) != (size[1] is None):
             raise ModelConfigError(f"target_video_height and target_video_width must both be integers, got {size}")

@@ -44,7 +44,8 @@ class VideoOutput:
             self._failed = True
 
     def _show(self, policy: Policy, chunk: ActionChunk, observation: Observation) -> None:
-        stamp_ns = observation.stamp_ns or 0
+        stamp_ns = observation.stamp_ns
+        assert stamp_ns is not None  # the node stamps every observation
         if self.observed.get_subscription_count() > 0:
             seen = tile([observation.frames[c.name][-1] for c in policy.spec.cameras])
             self.observed.publish(rgb_to_image(seen, stamp_ns=stamp_ns, frame_id="observed"))

@@ -19,8 +19,6 @@ from wam_policy_ros.engine.build import resolve_device
 from .golden_suite import closed_loop, data, dit, encoders, schedulers, wire
 from .golden_suite.folder import GoldenFolder, Row
 
-HELP = "compare the engine with recorded reference runs"
-
 SUITES: dict[str, Callable[[GoldenFolder], list[Row]]] = {
     "schedulers": schedulers.check,
     "encoders": encoders.check,

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from wam_policy_ros.contract.errors import ConfigError
 
-HELP = "start the node"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="droid", help="packaged configuration by name (droid) or a YAML file")

@@ -27,6 +27,7 @@ YAM = Embodiment(
     action=tuple(FieldSpec(f.name, f.dim, f.unit, f.kind, relative=True) for f in _STATE),
     control_rate_hz=30.0,
     horizon=24,
+    raw_size_published=False,
     frame_offsets=(0,),
     prompt_template=(
         "A multi-view video shows that a robot {p} The video is split into four views: The top-left view shows the "
