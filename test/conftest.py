@@ -13,7 +13,7 @@ NEEDED = ("rclpy", "torch", "safetensors", "msgpack", "av")
 
 
 def pytest_configure() -> None:
-    """`make test` sets WAM_TEST_COMPLETE: there, what is missing is a failure. Elsewhere it is skipped, with the reason."""
+    """`make test` sets WAM_TEST_COMPLETE: what is missing is a failure there, and skipped with the reason elsewhere."""
     if os.environ.get("WAM_TEST_COMPLETE") != "1":
         return
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
