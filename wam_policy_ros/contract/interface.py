@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from .errors import InvalidState
+
 FieldKind = Literal["joint_position", "gripper", "velocity"]
 
 
@@ -65,6 +67,8 @@ class PolicySpec:
         frame_offsets: control steps relative to the newest frame at which later calls look, e.g. (-23, -16, -8, 0);
             the first call of a session uses the newest frame alone.
         action_space: ``joint_position``: rows are absolute joint targets.
+        inpainting: the policy honours ``Observation.committed``. A policy that does not refuses such an observation
+            with an ``ObservationError``: a caller that asked for it must not get an unconstrained chunk in silence.
         weights: human-readable origin of the weights; shown wherever the policy is shown.
         random_weights: True when the weights were never trained. Such a policy is for tests of the machinery.
         details: anything else worth reporting (schedule, evaluations, dtype, device); JSON-serialisable.
@@ -78,6 +82,7 @@ class PolicySpec:
     horizon: int
     frame_offsets: tuple[int, ...]
     action_space: str = "joint_position"
+    inpainting: bool = False
     weights: str = ""
     random_weights: bool = False
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -96,6 +101,61 @@ class PolicySpec:
 
 
 @dataclass(frozen=True)
+class CommittedRows:
+    """What the robot will do in the near future whatever the policy says, or probably will (real-time chunking).
+
+    A policy with ``PolicySpec.inpainting`` lets its denoising agree with these rows: row k of the chunk it makes is
+    drawn to ``rows[k]`` with ``weights[k]``. Rows that will have run when the chunk arrives have weight 1, the rows
+    after them decay, so that the new chunk leaves the old plan without a jump.
+
+    Attributes:
+        rows: float64 ``[K, action_dim]``, K from 1 to ``PolicySpec.horizon``, in the order and units of
+            ``PolicySpec.action`` (absolute joint targets, grippers as fractions), exactly as ``ActionChunk.actions``.
+            Row k is due at ``Observation.stamp_ns + (k + 1) * dt_s``.
+        weights: float64 ``[K]`` in [0, 1], not increasing; 1: as given, 0: free.
+
+    Raises:
+        InvalidState: shapes that do not fit each other, values that are not finite, weights outside [0, 1] or
+            increasing.
+    """
+
+    rows: npt.NDArray[np.float64]
+    weights: npt.NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        rows, weights = self.rows, self.weights
+        if rows.ndim != 2 or not len(rows) or weights.shape != (len(rows),):
+            raise InvalidState(
+                "committed rows have the wrong shape",
+                field="committed",
+                got=f"rows {rows.shape}, weights {weights.shape}",
+                expected="rows [K, action_dim] and weights [K], K at least 1",
+            )
+        if not np.isfinite(rows).all() or not np.isfinite(weights).all():
+            raise InvalidState("committed rows or their weights are not finite", field="committed")
+        if weights.min() < 0.0 or weights.max() > 1.0 or (np.diff(weights) > 0).any():
+            raise InvalidState(
+                "weights of committed rows", field="committed", got=weights.tolist(), expected="0 to 1, not increasing"
+            )
+
+    def check_fit(self, spec: PolicySpec) -> None:
+        """Raises InvalidState when these rows are not rows of this policy, or the policy cannot use them."""
+        if not spec.inpainting:
+            raise InvalidState(
+                "this policy cannot take committed rows into account",
+                field="committed",
+                remedy="set control.rtc: blend",
+            )
+        if len(self.rows) > spec.horizon or self.rows.shape[1] != spec.action_dim:
+            raise InvalidState(
+                "committed rows do not fit the policy",
+                field="committed",
+                got=self.rows.shape,
+                expected=f"at most {spec.horizon} rows of {spec.action_dim} columns",
+            )
+
+
+@dataclass(frozen=True)
 class Observation:
     """What the robot sees and feels at one moment.
 
@@ -108,6 +168,8 @@ class Observation:
         frame_stamps_ns: camera name -> int64 ``[T]``; None for callers without a clock, whose frames then count by
             order of arrival.
         session_start_ns: frames older than this belong to another episode and are never used.
+        committed: rows of the running plan the new chunk shall agree with; only for a policy whose spec says
+            ``inpainting``. None: no constraint.
     """
 
     frames: Mapping[str, npt.NDArray[np.uint8]]
@@ -116,6 +178,7 @@ class Observation:
     stamp_ns: int | None = None
     frame_stamps_ns: Mapping[str, npt.NDArray[np.int64]] | None = None
     session_start_ns: int | None = None
+    committed: CommittedRows | None = None
 
 
 class ResetReason(str, Enum):
