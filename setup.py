@@ -15,6 +15,7 @@ ROS_KILTED = [
     "ros-kilted-trajectory-msgs",
     "ros-kilted-std-msgs",
     "ros-kilted-std-srvs",
+    "ros-kilted-diagnostic-msgs",
     "ros-kilted-lifecycle-msgs",
     "ros-kilted-action-msgs",
     "ros-kilted-rosgraph-msgs",

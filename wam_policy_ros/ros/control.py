@@ -28,6 +28,7 @@ from wam_policy_ros.contract.safety import SafetyGate
 from .clock_watch import ClockWatch
 from .inputs import Inputs
 from .joints import JointMap
+from .meters import Durations
 from .outputs import TrajectoryOutput
 from .parameters import NodeParameters
 from .streams import Now
@@ -35,6 +36,9 @@ from .worker import InferenceWorker, Phase, Request, Result
 
 MAX_LATE_IN_A_ROW = 2
 _LATENCY_WEIGHT = 0.3  # of the newest value in the running mean
+
+FRESH_S = 0.005
+"""A frame that has just arrived: no need to wait for the next one."""
 
 
 class Substate(str, Enum):
@@ -87,11 +91,13 @@ class ControlLoop:
         self.latency_s: float | None = None
         self.timings_s: dict[str, float] = {}
         self.counters: Counter[str] = Counter()
+        self.durations = Durations()
         self._mean_latency_s: float | None = None
         self._generation = 0
         self._session_start_ns = 0
         self._due_ns = 0
         self._asked_ns = 0  # stamp of the newest observation the policy was asked about in this session
+        self._reference_ns = 0  # the newest moment that every camera had reached at the last image; 0: images not told
         self._in_flight: Request | None = None
         self._input_lost = self._input_refused = self._was_sound = False
         self._refused_prompt: str | None = None
@@ -172,7 +178,31 @@ class ControlLoop:
         if self._input_lost:
             self._recover()
         self._was_sound = True
+        if not self._frame_comes(now):
+            self._ask(now)
+
+    def on_image(self) -> None:
+        """A camera frame has arrived. A request that is due goes out with the frame that completes a set, at once:
+        at the next tick it would be old. Whoever calls this calls it after every image."""
+        if not self.active or (reference_ns := self._inputs.newest_common_ns()) in (None, self._reference_ns):
+            return
+        assert reference_ns is not None
+        self._reference_ns = reference_ns
+        now = self._clock()
+        if self.fault or self._input_lost or self._in_flight is not None or now.ros_ns < self._due_ns:
+            return
+        try:
+            self._inputs.check(now)
+        except ObservationError:
+            return  # the next tick deals with it
         self._ask(now)
+
+    def _frame_comes(self, now: Now) -> bool:
+        """Is it better to wait for the next frame than to ask with one that is getting old?"""
+        if self._spec is None or not self._reference_ns:
+            return False
+        due_s = (now.ros_ns - max(self._due_ns, self._session_start_ns)) * 1e-9
+        return due_s < self._spec.dt_s and self._inputs.newest_arrival_s(now) > FRESH_S
 
     def on_worker(self) -> None:
         """The worker has a result or a new status."""
@@ -260,6 +290,7 @@ class ControlLoop:
         skipped = len(rows) - len(run.rows)
         before = self._joints.command(rows[skipped - 1 : skipped])[0] if skipped else None
         self._output.publish(self._joints.command(run.rows), run.time_from_start_s, now.ros_ns, before=before)
+        self._measure(result)
         self._late_in_a_row, self._input_refused = 0, False
         self.counters["chunks"] += 1
         self._plan_next(now.ros_ns + round((run.time_from_start_s[0] - (skipped + 1) * dt_s) * 1e9))
@@ -267,6 +298,15 @@ class ControlLoop:
             self._log("info", f"running: first chunk of {len(run.rows)} rows, step {result.latency_s:.2f} s")
         self._say(Substate.RUNNING, "")
         self._changed()
+
+    def _measure(self, result: Result) -> None:
+        """To be called when the chunk has just been published."""
+        assert result.chunk is not None
+        self.durations.add_all({"latency": result.latency_s, **result.chunk.timings_s})
+        if result.started_s is not None and result.ended_s is not None:
+            arrived_s = result.request.observation.arrived_ns * 1e-9
+            self.durations.add("frame_to_step", result.started_s - arrived_s)
+            self.durations.add("step_to_publish", self._clock().steady_ns * 1e-9 - result.ended_s)
 
     def _plan_next(self, origin_ns: int) -> None:
         assert self._spec is not None
@@ -393,6 +433,7 @@ class ControlLoop:
             "latency_s": self.latency_s,
             "expected_latency_s": self._mean_latency_s,
             "timings_s": self.timings_s,
+            "durations_s": self.durations.summary(),
             "counters": {
                 **{k: self.counters[k] for k in ("chunks", "late", "refused", "discarded", "off_schedule", "padded")},
                 "superseded": self._worker.superseded,

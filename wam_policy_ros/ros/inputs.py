@@ -48,6 +48,7 @@ class PendingObservation:
         resize: ``pad`` or ``stretch``.
         saw_size: told camera and decoded (height, width) of a newest image that did not tell it before; may raise.
         off_schedule, padded: see ``contract.history.Selection``, summed over cameras.
+        arrived_ns: when the last of ``newest`` arrived, on the steady clock.
     """
 
     frames: Mapping[str, tuple[Frame, ...]]
@@ -61,6 +62,7 @@ class PendingObservation:
     saw_size: Callable[[str, tuple[int, int]], None]
     off_schedule: int = 0
     padded: int = 0
+    arrived_ns: int = 0
 
     def materialise(self, cameras: Sequence[CameraSpec], *, first_call: bool) -> Observation:
         """Decode and resize.
@@ -173,11 +175,9 @@ class Inputs:
             raise _all_of(missing)
         for stream in streams:
             stream.check(now)
-        reference = self.reference_ns()
-        nearest = {c.shown: c.nearest(reference) for c in self.cameras.values()}
-        skew_s = (max(nearest.values()) - min(nearest.values())) * 1e-9
+        skew_s, earliest = self.skew()
         if skew_s > self._params.sync_max_skew_s:
-            earliest, hint = min(nearest, key=nearest.__getitem__), self._lossy_hint()
+            hint = self._lossy_hint()
             raise StaleInput(
                 "the cameras are not synchronous",
                 field=earliest,
@@ -185,6 +185,24 @@ class Inputs:
                 expected=f"at most {self._params.sync_max_skew_s} s",
                 remedy="synchronise the cameras, or raise sync.max_skew_s" + (f"; {hint}" if hint else ""),
             )
+
+    def skew(self) -> tuple[float, str]:
+        """How far the cameras' stamps are apart at ``reference_ns`` [s], and the topic of the earliest.
+
+        Every camera must have a frame.
+        """
+        reference = self.reference_ns()
+        nearest = {c.shown: c.nearest(reference) for c in self.cameras.values()}
+        earliest = min(nearest, key=nearest.__getitem__)
+        return (max(nearest.values()) - nearest[earliest]) * 1e-9, earliest
+
+    def newest_common_ns(self) -> int | None:
+        """As ``reference_ns``, or None when a camera has no frame."""
+        return self.reference_ns() if all(c.frames for c in self.cameras.values()) else None
+
+    def newest_arrival_s(self, now: Now) -> float:
+        """How long ago the newest frame of any camera arrived, on the steady clock."""
+        return (now.steady_ns - max(c.arrived_ns for c in self.cameras.values())) * 1e-9
 
     def reference_ns(self) -> int:
         """The newest moment that every camera has reached; after ``check``."""
@@ -228,6 +246,7 @@ class Inputs:
             saw_size=lambda name, size: self.cameras[name].saw_size(size),
             off_schedule=sum(p.off_schedule for p in picks.values()),
             padded=sum(p.padded for p in picks.values()),
+            arrived_ns=max(f.arrived_ns for f in newest.values()),
         )
 
     def counters(self) -> dict[str, Any]:

@@ -238,7 +238,9 @@ class PolicyNode(LifecycleNode):
             prompt_topic=self.resolve_topic_name("~/prompt"),
             reset_service=self.resolve_service_name("~/reset"),
         )
-        subscribe(self, inputs, params, entities, clock=self.now, guard=self._safely, warn=warn)
+        subscribe(
+            self, inputs, params, entities, clock=self.now, guard=self._safely, warn=warn, after_image=control.on_image
+        )
         prompt = self.create_subscription(
             String, "~/prompt", lambda msg: self._safely(control.set_prompt, msg.data), latched_qos()
         )

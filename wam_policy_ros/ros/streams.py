@@ -98,10 +98,11 @@ def check_age(
 
 
 class Frame(NamedTuple):
-    """A camera message as it arrived."""
+    """A camera message as it arrived, at ``arrived_ns`` on the steady clock."""
 
     stamp_ns: int
     msg: Any
+    arrived_ns: int = 0
 
 
 class CameraInput:
@@ -179,7 +180,7 @@ class CameraInput:
                 return
             self.restarts += 1
             self.clear()
-        self.frames.append(Frame(stamp_ns, msg))
+        self.frames.append(Frame(stamp_ns, msg, now.steady_ns))
         self._arrived_ns = now.steady_ns
         self.dropped.clear()
         if self._out:
@@ -235,6 +236,11 @@ class CameraInput:
         except StaleInput:
             self._out = True
             raise
+
+    @property
+    def arrived_ns(self) -> int:
+        """When the newest usable frame arrived, on the steady clock."""
+        return self._arrived_ns
 
     def nearest(self, reference_ns: int) -> int:
         """Stamp of the frame nearest to a time; the buffer must not be empty."""
@@ -360,6 +366,13 @@ class JointStateInput:
         while samples[0][0] < stamp_ns - self._keep_ns:
             samples.popleft()
         return True
+
+    def oldest(self) -> tuple[str, int, int] | None:
+        """Name, stamp and steady time of arrival of the joint heard of longest ago; None when one is missing."""
+        if not all(self._samples):
+            return None
+        i = min(range(len(self.names)), key=self._arrived_ns.__getitem__)
+        return self.names[i], self._samples[i][-1][0], self._arrived_ns[i]
 
     def missing(self) -> MissingInput | None:
         """An error when there is no position of a joint at all; names every such joint."""

@@ -29,6 +29,7 @@ def subscribe(
     clock: Callable[[], Now],
     guard: Guard,
     warn: Log,
+    after_image: Callable[[], None] = lambda: None,
 ) -> None:
     """Create the subscriptions of all cameras and of the joints on a node; ``entities`` destroys them.
 
@@ -36,7 +37,13 @@ def subscribe(
         clock: reads both clocks, at the arrival of a message.
         guard: every callback runs through it.
         warn: log function.
+        after_image: called after every image.
     """
+
+    def receive(stream: CameraInput | JointStateInput, msg: Any) -> None:
+        stream.on_message(msg, clock())
+        if isinstance(stream, CameraInput):
+            after_image()
 
     def one(kind: type, stream: CameraInput | JointStateInput, qos: QoSProfile) -> None:
         def incompatible(event: Any) -> None:
@@ -48,7 +55,7 @@ def subscribe(
 
         events = SubscriptionEventCallbacks(incompatible_qos=lambda event: guard(incompatible, event))
         received = node.create_subscription(
-            kind, stream.topic, lambda msg: guard(lambda: stream.on_message(msg, clock())), qos, event_callbacks=events
+            kind, stream.topic, lambda msg: guard(receive, stream, msg), qos, event_callbacks=events
         )
         entities.callback(node.destroy_subscription, received)
 

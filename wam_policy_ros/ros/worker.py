@@ -80,12 +80,15 @@ class Result:
         chunk: None when there is an error.
         error: a ``WamError`` without traceback or cause; anything else becomes an ``EngineError`` with its text.
         latency_s: submission to answer on the steady clock.
+        started_s, ended_s: of the call itself, ``time.monotonic``; None when it was never made.
     """
 
     request: Request
     chunk: ActionChunk | None
     error: WamError | None
     latency_s: float
+    started_s: float | None = None
+    ended_s: float | None = None
 
 
 class InferenceWorker:
@@ -247,9 +250,10 @@ class InferenceWorker:
         observation: Observation | None = None
         chunk: ActionChunk | None = None
         error: WamError | None = None
-        generation = request.generation
+        generation, started_s = request.generation, None
         try:
             observation = request.observation.materialise(policy.spec.cameras, first_call=first_call)
+            started_s = time.monotonic()
             chunk = policy.infer(session, observation, cancelled=lambda: self._void(generation))
         except WamError as e:
             if not isinstance(e, (ObservationError, Cancelled)):
@@ -258,7 +262,8 @@ class InferenceWorker:
         except Exception as e:
             self._log("error", f"the policy raised\n{traceback.format_exc()}")
             error = EngineError(f"the policy raised {type(e).__name__}: {e}")
-        self._hand_over(Result(request, chunk, error, time.monotonic() - request.submitted_s))
+        ended_s = time.monotonic()
+        self._hand_over(Result(request, chunk, error, ended_s - request.submitted_s, started_s, ended_s))
         if chunk is None or observation is None:
             return False
         if self._after_step_wanted():
