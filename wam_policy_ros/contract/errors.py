@@ -137,3 +137,27 @@ class NotReady(EngineError):
 
 class Cancelled(EngineError):
     """The step was cancelled between two network evaluations; the session is as it was before the call."""
+
+
+class DeadlineExceeded(Cancelled):
+    """The caller's deadline passed before the step ended; the session is as it was before the call."""
+
+
+class Superseded(Cancelled):
+    """A newer observation of the same caller took this one's place before its step began."""
+
+
+class Overloaded(WamError):
+    """Something is full: the queue, the sessions or the memory. Nothing was changed; trying again later may work."""
+
+
+def bare(error: WamError) -> WamError:
+    """Only the text of an error. One that lives on in results and states would otherwise keep the frames of the failed
+    step alive through its traceback: activations and key/value windows, in a cycle that only the collector ends."""
+    if error.__cause__ is not None:
+        error.add_note(f"caused by {type(error.__cause__).__name__}: {error.__cause__}")
+    for name in ("got", "expected"):
+        value = getattr(error, name)
+        setattr(error, name, None if value is None else str(value))
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -38,6 +38,7 @@ class FakeSession:
     session_id: str
     step: int = 0
     closed: bool = False
+    seed: int | None = None
     seen: list[Observation] = field(default_factory=list)
 
 
@@ -65,8 +66,8 @@ class ScriptedPolicy:
         self.spec: PolicySpec = spec_of(embodiment, weights=weights)
         self.sessions: list[FakeSession] = []
 
-    def open(self, session_id: str | None = None) -> FakeSession:
-        session = FakeSession(session_id or uuid.uuid4().hex)
+    def open(self, session_id: str | None = None, *, seed: int | None = None) -> FakeSession:
+        session = FakeSession(session_id or uuid.uuid4().hex, seed=seed)
         if self._record:
             self.sessions.append(session)
         return session

@@ -232,8 +232,12 @@ class Policy(Protocol):
     @property
     def spec(self) -> PolicySpec: ...
 
-    def open(self, session_id: str | None = None) -> PolicySession:
-        """Start an episode; a fresh id is made when none is given."""
+    def open(self, session_id: str | None = None, *, seed: int | None = None) -> PolicySession:
+        """Start an episode; a fresh id is made when none is given.
+
+        Args:
+            seed: of every call's starting noise; None: the policy's own (1140 as published, the same for every call).
+        """
         ...
 
     def infer(

@@ -91,9 +91,9 @@ class DreamZeroPolicy:
 
     # -- contract.interface.Policy ------------------------------------------------------------------------------
 
-    def open(self, session_id: str | None = None) -> Session:
-        """Start an episode. Costs nothing; memory is taken by the first call."""
-        return Session(self, self.spec, session_id)
+    def open(self, session_id: str | None = None, *, seed: int | None = None) -> Session:
+        """Start an episode. Costs nothing; memory is taken by the first call. ``seed`` replaces the configuration's."""
+        return Session(self, self.spec, session_id, seed=seed)
 
     def infer(
         self,
@@ -131,7 +131,7 @@ class DreamZeroPolicy:
             proprio = self._encode_state(observation)
         result = closed_loop_step(
             self.network,
-            self.config,
+            self.config if session.seed is None else replace(self.config, seed=session.seed),
             session.window,
             StepInputs(images, ids, mask, *self._negative, proprio),
             self._prompts,

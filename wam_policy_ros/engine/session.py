@@ -68,8 +68,11 @@ def reset_reason(state: WindowState, ids: Tensor, frames: int, local_attn_size: 
 class Session:
     """One episode: its frames and the network's window. Made by ``DreamZeroPolicy.open``."""
 
-    def __init__(self, owner: object, spec: PolicySpec, session_id: str | None = None) -> None:
+    def __init__(
+        self, owner: object, spec: PolicySpec, session_id: str | None = None, *, seed: int | None = None
+    ) -> None:
         self.session_id = session_id or uuid.uuid4().hex
+        self.seed = seed
         self.owner = owner
         self._spec = spec
         self.clear()
