@@ -151,6 +151,19 @@ class Overloaded(WamError):
     """Something is full: the queue, the sessions or the memory. Nothing was changed; trying again later may work."""
 
 
+class PolicyUnavailable(EngineError):
+    """A remote policy cannot be reached, went away or did not answer in time. It may come back by itself; no session
+    outlives it: go on with a new one."""
+
+
+class RemoteError(EngineError):
+    """A policy server answered with an error instead of an action."""
+
+
+class ContractMismatch(ConfigError):
+    """A policy server is not the one that was asked for: embodiment, cameras, action space, horizon or rate."""
+
+
 def bare(error: WamError) -> WamError:
     """Only the text of an error. One that lives on in results and states would otherwise keep the frames of the failed
     step alive through its traceback: activations and key/value windows, in a cycle that only the collector ends."""
