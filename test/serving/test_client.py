@@ -408,7 +408,7 @@ def test_closed_and_foreign_sessions_are_refused() -> None:
         assert not server.requests, "what never began is not told"
 
 
-@pytest.mark.parametrize("uri", ["127.0.0.1:8000", "http://h:1", "ws://", "ws://h:0", "ws://h:99999", "ws://h:1/#f"])
+@pytest.mark.parametrize("uri", ["127.0.0.1:8000", "tcp://h:1", "ws://", "ws://h:0", "ws://h:99999", "ws://h:1/#f"])
 def test_addresses_are_checked(uri: str) -> None:
     with pytest.raises(ConfigError, match="address"):
         LinkConfig(uri)
