@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Callable
@@ -37,6 +36,8 @@ from .outputs import TrajectoryOutput
 from .parameters import NodeParameters
 from .progress import ProgressLog
 from .qos import latched_qos
+from .reporter import Reporter
+from .reports import Monitor
 from .streams import Now
 from .subscriptions import subscribe
 from .video import VideoOutput
@@ -57,6 +58,7 @@ class _Parts:
     expected: PolicySpec
     worker: InferenceWorker
     control: ControlLoop
+    monitor: Monitor
     progress: ProgressLog
     entities: ExitStack
 
@@ -84,9 +86,7 @@ class PolicyNode(LifecycleNode):
         self._parts: _Parts | None = None
         self._old_worker: InferenceWorker | None = None
         parameters.declare(self)
-        self._state_publisher = self.create_publisher(String, "~/state", latched_qos())
-        self._prompt_publisher = self.create_publisher(String, "~/active_prompt", latched_qos())
-        self._shown_prompt: str | None = None
+        self._reporter = Reporter(self)
         # EventsExecutor refuses nodes with guard conditions; a task wakes it instead, a little later.
         events = self.get_parameter("executor").value == "events"
         self._guard = None if events else self.create_guard_condition(self._on_worker)
@@ -248,10 +248,16 @@ class PolicyNode(LifecycleNode):
         reset = self.create_service(Trigger, "~/reset", self._on_reset)
         entities.callback(self.destroy_service, reset)
         period_s = 1.0 / expected.control_rate_hz
-        tick = self.create_timer(period_s, lambda: self._safely(control.on_tick), clock=steady_clock())
+        monitor = Monitor(inputs, expected.control_rate_hz)
+
+        def on_tick() -> None:
+            monitor.ticks.tick(time.monotonic())
+            control.on_tick()
+
+        tick = self.create_timer(period_s, lambda: self._safely(on_tick), clock=steady_clock())
         entities.callback(self.destroy_timer, tick)
         progress = ProgressLog(lambda line: self._log("info", line))
-        return _Parts(params, expected, worker, control, progress, entities)
+        return _Parts(params, expected, worker, control, monitor, progress, entities)
 
     def _release(self, timeout_s: float) -> None:
         parts, self._parts = self._parts, None
@@ -362,15 +368,11 @@ class PolicyNode(LifecycleNode):
             logger.info(line)
 
     def publish_state(self) -> None:
-        """``~/state`` and, when it changed, ``~/active_prompt``. Never raises."""
+        """``~/state`` and what is said beside it, see ``Reporter``. Never raises."""
         self._safely(self._publish_state)
 
     def _publish_state(self) -> None:
-        self._state_publisher.publish(String(data=json.dumps(self.state_summary(), default=str)))
-        prompt = self._parts.control.prompt if self._parts else None
-        if prompt is not None and prompt != self._shown_prompt:
-            self._shown_prompt = prompt
-            self._prompt_publisher.publish(String(data=prompt))
+        self._reporter.publish(self.state_summary())
 
     def state_summary(self) -> dict[str, Any]:
         """What ``~/state`` says; JSON-serialisable."""
@@ -379,6 +381,7 @@ class PolicyNode(LifecycleNode):
         if self._parts is None or status is None:
             return {**out, "substate": "inactive", "reason": self.refused}
         out |= self._parts.control.summary()
+        out |= self._parts.monitor.summary(self.now())
         out["loading"] = {"phase": status.phase.value, "message": status.message, "fraction": status.fraction}
         out["warm_up_s"] = list(status.warm_up_s)
         if (spec := status.spec) is not None:

@@ -28,7 +28,7 @@ class StreamReport:
         arrival_age_s: since the last usable message arrived, on the steady clock; None when none ever came.
         stamp_age_s: since its stamp, on the node's clock.
         problem: why the stream is not usable now; empty when it is.
-        remedy: what to do about it; empty when unknown.
+        remedy: what to do about it; empty when there is no problem.
     """
 
     name: str
@@ -100,8 +100,8 @@ def _one(stream: CameraInput | JointStateInput, now: Now) -> StreamReport:
     try:
         stream.check(now)
     except ObservationError as error:
-        remedy = error.remedy or ""
-        problem = str(error).removesuffix(f"; remedy: {remedy}")
+        problem = str(error).removesuffix(f"; remedy: {error.remedy}")
+        remedy = error.remedy or "look at what is published on this topic, and with which settings"
     return StreamReport(
         name=name,
         topic=stream.shown,
