@@ -17,6 +17,7 @@ from wam_policy_ros.engine.encode import PromptEncoder, encode_first_frame, expa
 from wam_policy_ros.engine.preprocess import to_model_video
 from wam_policy_ros.engine.sampler import Noise, conditioning_slice, draw_noise
 from wam_policy_ros.engine.session import WindowState, reset_reason
+from wam_policy_ros.engine.unipc import UniPC, flow_sigmas
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.tools.golden_suite import closed_loop as suite
 from wam_policy_ros.tools.golden_suite.folder import GoldenFolder
@@ -278,6 +279,37 @@ def test_guidance_of_one_leaves_the_second_branch_out(network):
 def test_a_window_without_the_second_branch_is_not_continued_with_guidance(network):
     state = _run(network, [(1, 0)], config=replace(CONFIG, guidance_scale=1.0))[-1].state
     assert _step(network, state, _inputs(4, 1)).reset is ResetReason.FIRST_CALL
+
+
+@pytest.mark.parametrize("between", ["reuse", "off"])
+def test_guidance_on_part_of_the_steps(network, between):
+    """The samples follow from the recorded flows of the branches, put together here once more."""
+    probe: dict[str, torch.Tensor] = {}
+    noise = draw_noise(1140, (1, 16, 2, 2, 4), (1, 24, 32), network)
+    config = replace(CONFIG, guidance_steps=(0, 7), guidance_between=between)
+    with torch.inference_mode():
+        _step(network, WindowState(), _inputs(1), config=config, noise=noise, probe=probe.__setitem__)
+    assert [k for k in probe if k.endswith("flow_neg")] == ["step0.video_flow_neg", "step7.video_flow_neg"]
+    assert len([k for k in probe if k.endswith("flow_cond") and "video" in k]) == 5
+    solver, video, flow = UniPC(flow_sigmas(16, 5.0)), noise.video.transpose(1, 2), None
+    for i in range(16):
+        if f"step{i}.video_flow_cond" in probe:
+            cond = probe[f"step{i}.video_flow_cond"]
+            if i in (0, 7):
+                difference = cond - probe[f"step{i}.video_flow_neg"]
+            flow = cond + (4.0 * difference if between == "reuse" or i in (0, 7) else 0)
+        video = solver.step(flow.transpose(1, 2), video)
+        assert torch.allclose(video, probe[f"after_step{i}.video"], rtol=1e-4, atol=1e-4), i
+
+
+def test_guidance_at_every_evaluated_step_changes_no_bit(network):
+    plain, listed = (
+        _run(network, [(1, 0), (4, 0)], config=replace(CONFIG, guidance_steps=steps))[-1]
+        for steps in (None, (0, 1, 2, 7, 12))
+    )
+    assert plain.action.equal(listed.action) and plain.video.equal(listed.video)
+    part = _run(network, [(1, 0), (4, 0)], config=replace(CONFIG, guidance_steps=(0,)))[-1]
+    assert not part.action.equal(plain.action)
 
 
 @pytest.mark.parametrize("evaluations", [5, 6, 7, 8, 16])

@@ -42,6 +42,40 @@ def test_eight_is_the_default_and_full_is_all():
     assert set(STATIC_MASKS) == {5, 6, 7, 8}
 
 
+def test_best_case_of_the_dynamic_rule_is_what_the_rule_does_at_its_best():
+    assert _steps(make_schedule("dynamic_best", 8, NUM_STEPS)) == _steps(DynamicSchedule()) == [0, 1, 6, 11]
+    assert EngineConfig(schedule="dynamic_best").evaluations_text.startswith("4 of 16 (best case")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"guidance_steps": [0, 1]}, "tuple"),
+        ({"guidance_steps": (1, 0)}, "rising"),
+        ({"guidance_steps": (0, 0)}, "different"),
+        ({"guidance_steps": (0, True)}, "integers"),
+        ({"guidance_steps": (0, 3)}, r"\[3\] never evaluate"),
+        ({"guidance_steps": (1, 2)}, "nothing|no difference"),
+        ({"guidance_steps": (), "guidance_between": "reuse"}, "no difference"),
+        ({"guidance_steps": (0,), "guidance_scale": 1.0}, "no effect"),
+        ({"guidance_between": "off"}, "no effect"),
+        ({"guidance_steps": (0,), "guidance_between": "sometimes"}, "sometimes"),
+        ({"guidance_steps": (16,), "schedule": "dynamic", "guidance_between": "off"}, r"\[16\]"),
+    ],
+)
+def test_guidance_steps_that_mean_nothing_are_refused(options, word):
+    with pytest.raises(ConfigError, match=word):
+        EngineConfig(**options)
+
+
+def test_guided_steps():
+    config = EngineConfig(guidance_steps=(0, 6))
+    assert [s for s in range(16) if config.guides(s)] == [0, 6]
+    assert config.evaluations_text == "8 of 16, guidance at 2 (reuse between)"
+    assert all(EngineConfig().guides(s) for s in range(16)) and not EngineConfig(guidance_scale=1.0).guides(0)
+    assert EngineConfig(guidance_steps=(3,), schedule="dynamic", guidance_between="off").guides(3)
+
+
 def _at_angle(cosine):
     """Flows in a plane, each turned against the one before by the same angle."""
     angle = math.acos(cosine)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from wam_policy_ros.contract.errors import ConfigError
 
-from .step_schedule import STATIC_MASKS
+from .step_schedule import BENCHMARK_ONLY, STATIC_MASKS, fixed_steps
 
 NUM_STEPS = 16  # solver steps; hard-coded upstream, where config.json's num_inference_timesteps is dead
 
@@ -22,24 +22,31 @@ class EngineConfig:
     Attributes:
         dtype: ``bfloat16`` as published, ``float32`` or ``float64`` for comparisons, ``auto``: bfloat16 on a GPU,
             float32 on a CPU.
-        schedule: ``static`` (upstream's default), ``dynamic`` (upstream's cosine rule) or ``full``.
+        schedule: ``static`` (upstream's default), ``dynamic`` (upstream's cosine rule), ``full``, or, for benchmarks
+            only, ``dynamic_best``: the pattern of the cosine rule when it skips as much as it can.
         evaluations: network evaluations of the static schedule, of 16 solver steps: 5, 6, 7, 8 or 16.
         guidance_scale: classifier-free guidance on the video flow. 1.0 leaves the second branch out.
+        guidance_steps: solver steps that evaluate the unguided branch, a behavioural saving; None: every step that
+            evaluates the network, as published.
+        guidance_between: what the other evaluated steps do: ``reuse`` the last difference of the two branches, or
+            ``off``: the conditional flow alone.
         seed: of the noise; the same for every call, as upstream.
         sigma_shift: of the flow-matching schedule.
     """
 
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    schedule: Literal["static", "dynamic", "full"] = "static"
+    schedule: Literal["static", "dynamic", "full", "dynamic_best"] = "static"
     evaluations: int = 8
     guidance_scale: float = 5.0
+    guidance_steps: tuple[int, ...] | None = None
+    guidance_between: Literal["reuse", "off"] = "reuse"
     seed: int = 1140
     sigma_shift: float = 5.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "bfloat16", "float32", "float64"):
             raise ConfigError("unknown dtype", got=self.dtype, expected="auto, bfloat16, float32 or float64")
-        if self.schedule not in ("static", "dynamic", "full"):
+        if self.schedule not in ("static", "dynamic", "full", *BENCHMARK_ONLY):
             raise ConfigError("unknown step schedule", got=self.schedule, expected="static, dynamic or full")
         if self.schedule == "static" and self.evaluations not in (*STATIC_MASKS, NUM_STEPS):
             raise ConfigError(
@@ -55,6 +62,34 @@ class EngineConfig:
             raise ConfigError("sigma_shift must be positive", got=self.sigma_shift)
         if type(self.seed) is not int:
             raise ConfigError("seed must be an integer", got=repr(self.seed))
+        self._check_guidance()
+
+    def _check_guidance(self) -> None:
+        if self.guidance_between not in ("reuse", "off"):
+            raise ConfigError("unknown guidance_between", got=self.guidance_between, expected="reuse or off")
+        steps = self.guidance_steps
+        if steps is None:
+            if self.guidance_between != "reuse":
+                raise ConfigError("guidance_between has no effect without guidance_steps", got=self.guidance_between)
+            return
+        if not isinstance(steps, tuple) or any(type(s) is not int for s in steps) or list(steps) != sorted(set(steps)):
+            raise ConfigError("guidance_steps must be a tuple of different integers in rising order", got=repr(steps))
+        if self.guidance_scale == 1.0:
+            raise ConfigError("guidance_steps has no effect without guidance", got="guidance_scale 1.0")
+        fixed = fixed_steps(self.schedule, self.evaluations, NUM_STEPS)
+        possible = range(NUM_STEPS) if fixed is None else fixed
+        if lost := [s for s in steps if s not in possible]:
+            raise ConfigError(f"guidance_steps {lost} never evaluate the network", expected=f"among {list(possible)}")
+        if self.guidance_between == "reuse" and steps[:1] != (0,):
+            raise ConfigError(
+                "there is no difference to reuse before the first guided step",
+                got=f"guidance_steps {list(steps)}",
+                expected="step 0 among them, or guidance_between: off",
+            )
+
+    def guides(self, step: int) -> bool:
+        """Whether an evaluation at this solver step runs the unguided branch too."""
+        return self.guidance_scale != 1.0 and (self.guidance_steps is None or step in self.guidance_steps)
 
     @classmethod
     def reference(cls) -> EngineConfig:
@@ -71,8 +106,18 @@ class EngineConfig:
         return cls(**raw)
 
     @property
+    def tier(self) -> str:
+        """``reference``: an algorithm upstream ships; ``behavioural``: another one, with another result."""
+        own = self.guidance_steps is not None or self.schedule in BENCHMARK_ONLY
+        return "behavioural" if own else "reference"
+
+    @property
     def evaluations_text(self) -> str:
         """For reports: every benchmark line names its evaluations."""
-        if self.schedule == "dynamic":
-            return f"dynamic of {NUM_STEPS}"
-        return f"{NUM_STEPS if self.schedule == 'full' else self.evaluations} of {NUM_STEPS}"
+        fixed = fixed_steps(self.schedule, self.evaluations, NUM_STEPS)
+        text = f"{'dynamic' if fixed is None else len(fixed)} of {NUM_STEPS}"
+        if self.schedule in BENCHMARK_ONLY:
+            text += " (best case of the dynamic rule, benchmark only)"
+        if self.guidance_steps is not None:
+            text += f", guidance at {len(self.guidance_steps)} ({self.guidance_between} between)"
+        return text

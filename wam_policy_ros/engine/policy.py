@@ -84,7 +84,7 @@ class DreamZeroPolicy:
                 "evaluations": self.config.evaluations_text,
                 "guidance_scale": self.config.guidance_scale,
                 "seed": self.config.seed,
-                "tier": "reference",
+                "tier": self.config.tier,
                 "parameters": sum(p.numel() for p in network.parameters()),
             },
         )

@@ -108,15 +108,20 @@ def denoise(
     video, action = noise.video.transpose(1, 2), noise.action  # the solver keeps frames before channels
     flow_video: Tensor | None = None
     flow_action: Tensor | None = None
+    difference: Tensor | None = None  # conditional minus unguided flow of the last guided evaluation
     evaluated: list[int] = []
     for i in range(NUM_STEPS):
         if cancelled is not None and cancelled():
             raise Cancelled("step cancelled between two evaluations", got=f"solver step {i} of {NUM_STEPS}")
         if flow_video is None or schedule.should_run(i):
-            outputs = _evaluate(network, branches, video, action, y, table, proprio, times_video[i], times_action[i])
+            run = branches if config.guides(i) else branches[:1]
+            outputs = _evaluate(network, run, video, action, y, table, proprio, times_video[i], times_action[i])
             guided = outputs[0].video
             if len(outputs) == 2:
-                guided = outputs[1].video + config.guidance_scale * (outputs[0].video - outputs[1].video)
+                difference = outputs[0].video - outputs[1].video
+                guided = outputs[1].video + config.guidance_scale * difference
+            elif difference is not None and config.guidance_between == "reuse":
+                guided = outputs[0].video + (config.guidance_scale - 1) * difference
             # Action: conditional branch alone, no guidance (DreamZero spec 4.5).
             flow_video, flow_action = guided, outputs[0].action
             assert flow_action is not None  # action tokens went in

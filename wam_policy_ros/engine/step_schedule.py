@@ -2,6 +2,9 @@
 
 All schedules but ``full`` are *behavioural*: a different algorithm with a different result. The static mask of eight is
 what upstream ships as its default.
+
+``dynamic_best`` is for benchmarks only: the steps that the dynamic rule evaluates when every cosine is above 0.95. The
+rule decides by the flows, so with other flows it evaluates more; a robot runs ``dynamic``.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ STATIC_MASKS: dict[int, tuple[int, ...]] = {
     7: (0, 1, 2, 6, 10, 14, 15),
     8: (0, 1, 2, 6, 10, 13, 14, 15),
 }
+
+DYNAMIC_BEST: tuple[int, ...] = (0, 1, 6, 11)
+BENCHMARK_ONLY = frozenset({"dynamic_best"})
 
 
 class StepSchedule(Protocol):
@@ -76,11 +82,31 @@ class DynamicSchedule:
 
 
 def make_schedule(kind: str, evaluations: int, num_steps: int) -> StepSchedule:
-    """``kind`` is ``static``, ``dynamic`` or ``full``; ``evaluations`` picks the static mask (any other value: all)."""
+    """``kind`` as in ``EngineConfig.schedule``; ``evaluations`` picks the static mask (any other value: all steps)."""
     if kind == "dynamic":
         return DynamicSchedule()
+    steps = fixed_steps(kind, evaluations, num_steps)
+    assert steps is not None  # only the dynamic rule is not fixed
+    return StaticSchedule(steps)
+
+
+def fixed_steps(kind: str, evaluations: int, num_steps: int) -> tuple[int, ...] | None:
+    """The steps a schedule evaluates, or None when the flows decide."""
+    if kind == "dynamic":
+        return None
+    if kind == "dynamic_best" and num_steps == 16:
+        return DYNAMIC_BEST
     mask = STATIC_MASKS.get(evaluations) if kind == "static" and num_steps == 16 else None
-    return StaticSchedule(mask if mask is not None else tuple(range(num_steps)))
+    return mask if mask is not None else tuple(range(num_steps))
 
 
-__all__ = ["STATIC_MASKS", "DynamicSchedule", "StaticSchedule", "StepSchedule", "make_schedule"]
+__all__ = [
+    "BENCHMARK_ONLY",
+    "DYNAMIC_BEST",
+    "STATIC_MASKS",
+    "DynamicSchedule",
+    "StaticSchedule",
+    "StepSchedule",
+    "fixed_steps",
+    "make_schedule",
+]
