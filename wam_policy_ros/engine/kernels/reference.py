@@ -1,0 +1,154 @@
+"""Plain PyTorch twins of every operation: float32 arithmetic, one rounding at the end. They define what is meant.
+
+Signatures and shapes are those of ``ops``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wam_policy_ros.engine.fp8 import Fp8
+
+from .tensors import Product, Quantized
+
+# A row of zeros still needs a scale that can be divided by.
+SMALLEST_ROW = 1e-12
+
+
+def value(product: Product) -> Tensor:
+    """The finished product, float32 ``[M, N]``."""
+    out = product.raw.float()
+    if product.row_scale is not None:
+        out = out * product.row_scale.float().unsqueeze(-1)
+    if product.col_scale is not None:
+        out = out * product.col_scale.float()
+    return out if product.bias is None else out + product.bias.float()
+
+
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to ``dtype``; what an 8-bit format cannot hold becomes its largest value."""
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)
+
+
+def _quantized(x: Tensor, fp8: Fp8) -> Quantized:
+    row_scale = x.abs().amax(-1).clamp_min(SMALLEST_ROW) / fp8.max
+    return Quantized(saturated(x / row_scale.unsqueeze(-1), fp8.dtype), row_scale)
+
+
+def quantize_rows(x: Tensor, fp8: Fp8) -> Quantized:
+    return _quantized(x.float(), fp8)
+
+
+def residual_norm(
+    x: Tensor,
+    y: Product | None,
+    gate: Tensor | None,
+    *,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    tokens: int,
+    video_tokens: int,
+    fp8: Fp8 | None,
+) -> Tensor | Quantized:
+    group = (torch.arange(x.shape[0], device=x.device) % tokens >= video_tokens).long()
+    if y is not None:
+        added = value(y) if gate is None else value(y) * gate.float()[group]
+        x.copy_(x.float() + added)
+    h = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+    if weight is not None:
+        h = h * weight.float()
+    if scale is not None:
+        h = h * (1 + scale.float()[group])
+    if bias is not None:
+        h = h + bias.float()
+    if shift is not None:
+        h = h + shift.float()[group]
+    return h.to(x.dtype) if fp8 is None else _quantized(h, fp8)
+
+
+def rms_rstd(q: Product, eps: float) -> Tensor:
+    return torch.rsqrt(value(q).square().mean(-1) + eps)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x [B, L, H, Dh]`` with its adjacent pairs rotated by the angles of tables ``[L, Dh / 2]``."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    c, s = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+    return torch.stack((even * c - odd * s, even * s + odd * c), dim=-1).flatten(-2)
+
+
+def qk_norm_rope_store(
+    qkv: Product,
+    wq: Tensor,
+    wk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: int,
+    eps: float,
+    scales: tuple[float, float, float] | None,
+) -> None:
+    tokens = q_out.shape[1]
+    rows = slice(start, start + tokens)
+    heads = (-1, tokens, *q_out.shape[2:])
+    targets = (q_out, k_cache[:, rows], v_cache[:, rows])
+    for i, (part, weight, target) in enumerate(zip(value(qkv).chunk(3, dim=-1), (wq, wk, None), targets, strict=True)):
+        if weight is None:
+            out = part.reshape(heads)
+        else:
+            normed = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + eps) * weight.float()
+            out = _rotated(normed.reshape(heads), cos, sin)
+        target.copy_(saturated(out if scales is None else out * scales[i], target.dtype))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Softmax attention in float32; ``bias [B, 1, 1, keys]`` is added to the logits. All ``[B, tokens, H, Dh]``."""
+    logits = torch.einsum("blhd,bthd->bhlt", q, k) * q.shape[-1] ** -0.5
+    weights = torch.softmax(logits if bias is None else logits + bias, dim=-1)
+    return torch.einsum("bhlt,bthd->blhd", weights, v)
+
+
+def cross_attention(
+    q: Product,
+    rstd: Tensor,
+    wq: Tensor,
+    text_k: Tensor,
+    text_v: Tensor,
+    text_len: Tensor,
+    pad_count: Tensor,
+    image_k: Tensor,
+    image_v: Tensor,
+    tokens: int,
+    out_scale: float | None,
+    fp8: Fp8 | None,
+) -> Tensor:
+    branches, capacity, heads, _ = text_k.shape
+    query = (value(q) * rstd.unsqueeze(-1) * wq.float()).reshape(branches, tokens, heads, -1)
+    key = torch.arange(capacity, device=text_k.device)
+    used = key < text_len.unsqueeze(-1)
+    last = key == text_len.unsqueeze(-1) - 1
+    bias = torch.where(last, pad_count.clamp_min(1.0).log().unsqueeze(-1), 0.0).masked_fill(~used, float("-inf"))
+    # Rows past the text hold anything, NaN too; a weight of zero would not hide it.
+    rows = used[:, :, None, None]
+    text = _attend(query, text_k.float().where(rows, 0), text_v.float().where(rows, 0), bias[:, None, None])
+    image_k, image_v = (t.float().expand(branches, -1, -1, -1) for t in (image_k, image_v))
+    image = _attend(query, image_k, image_v, None)
+    out = (text + image).reshape(branches * tokens, -1)
+    if out_scale is None or fp8 is None:
+        return out.to(q.raw.dtype)
+    return saturated(out * out_scale, fp8.dtype)
+
+
+def gelu_quant(u: Product, fp8: Fp8 | None) -> Tensor | Quantized:
+    out = F.gelu(value(u), approximate="tanh")
+    return out.to(u.raw.dtype) if fp8 is None else _quantized(out, fp8)
