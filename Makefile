@@ -67,7 +67,7 @@ test: lint
 	@$(RUN) WAM_TEST_COMPLETE=1 ROS_AUTOMATIC_DISCOVERY_RANGE=LOCALHOST $(BIN)/python -m pytest test
 
 bench: venv
-	@$(RUN) $(BIN)/wam bench
+	@$(RUN) $(BIN)/wam bench step
 
 clean:
 	rm -rf $(VENV) build install log dist *.egg-info demo_report bench_out .mypy_cache .ruff_cache .pytest_cache

@@ -66,7 +66,7 @@ def test_up_names_the_packaged_configurations() -> None:
 
 def test_bench_reports_cold_and_warm_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "bench.json"
-    assert main(["bench", "--windows", "1", "--evaluations", "5", "--device", "cpu", "--json", str(out)]) == 0
+    assert main(["bench", "step", "--windows", "1", "--evaluations", "5", "--device", "cpu", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert "5 of 16" in capsys.readouterr().out and report["spec"]["evaluations"] == "5 of 16"
     assert [c["position"] for c in report["calls"]] == [1, 2, 3, 4] * 2
@@ -81,9 +81,9 @@ def test_bench_reports_cold_and_warm_calls(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_bench_refuses_contradictions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--evaluations", "9"]) == 1
+    assert main(["bench", "step", "--evaluations", "9"]) == 1
     assert "5, 6, 7, 8, 16" in capsys.readouterr().err
-    assert main(["bench", "--device", "cuda:99"]) == 1
+    assert main(["bench", "step", "--device", "cuda:99"]) == 1
     assert "cuda:99" in capsys.readouterr().err
 
 

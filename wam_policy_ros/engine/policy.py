@@ -122,7 +122,7 @@ class DreamZeroPolicy:
             raise SessionError("not a session of this policy", got=type(session).__name__, remedy="use policy.open()")
         session.check(self)
         timer = StageTimer(self.network.device)
-        with timer.stage("preprocess"):
+        with timer.stage("preprocess", host=True):
             history = session.history.copy()
             history.add(observation)
             drawn = history.draw(first_call=session.step == 0)
@@ -140,10 +140,9 @@ class DreamZeroPolicy:
             probe=probe,
             timer=timer,
         )
-        with timer.stage("decode_actions"):
-            rows = decode_actions(
-                result.action[0].float().cpu().numpy(), self.spec.action, self.statistics, observation.state
-            )
+        normalised = result.action[0].float().cpu().numpy()  # the host's only wait for the device
+        with timer.stage("decode_actions", host=True):
+            rows = decode_actions(normalised, self.spec.action, self.statistics, observation.state)
         if not np.isfinite(rows).all():
             raise EngineError(
                 "the network's action is not finite; the session is unchanged",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -11,20 +10,14 @@ from collections.abc import Sequence
 from wam_policy_ros import __version__
 from wam_policy_ros.contract.errors import MissingDependency, WamError
 
+from .lazy import load
+
 COMMANDS = {
     "inspect": "what a checkpoint folder holds and what is missing, without loading weights",
     "demo": "play a robot over real DDS, run the node, write a report with pictures",
     "up": "start the node without a ROS installation",
     "golden": "compare the engine with recorded reference runs",
-    "bench": "time the stages of a closed-loop step",
-}
-_EXTRAS = {"torch": "engine", "safetensors": "engine", "ftfy": "engine", "tokenizers": "engine"} | {
-    "av": "demo",
-    "cv2": "vision",
-    "matplotlib": "demo",
-    "rclpy": "ros-kilted",
-    "msgpack": "serve",
-    "websockets": "serve",
+    "bench": "measure: step, and what else wam bench --help lists",
 }
 
 
@@ -37,19 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"wam_policy_ros {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = next((a for a in arguments if not a.startswith("-")), None)
-    for name, text in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text)
-        if name == named:
-            try:
-                module = importlib.import_module(f"wam_policy_ros.tools.{name}")
-            except ModuleNotFoundError as error:
-                extra = _EXTRAS.get((error.name or "").split(".")[0])
-                if extra is None:
-                    raise
-                print(f"wam {name}: {MissingDependency(str(error.name), extra, f'wam {name}')}", file=sys.stderr)
-                return 2
-            module.add_arguments(sub)
-    args = parser.parse_args(arguments)
+    try:
+        for name, text in COMMANDS.items():
+            sub = commands.add_parser(name, help=text, description=text)
+            if name == named:
+                module = load(name, f"wam {name}")
+                module.add_arguments(sub)
+        args = parser.parse_args(arguments)
+    except MissingDependency as error:
+        print(f"wam {named}: {error}", file=sys.stderr)
+        return 2
     try:
         return int(module.run(args))
     except WamError as error:

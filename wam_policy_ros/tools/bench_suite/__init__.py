@@ -1,0 +1,1 @@
+"""What ``wam bench`` measures, one file per subject."""
