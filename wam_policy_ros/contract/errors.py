@@ -119,6 +119,28 @@ class UnsafeChunk(ChunkError):
     """The safety gate refused a chunk; nothing of it was published."""
 
 
+class LimitViolation(UnsafeChunk):
+    """A chunk would break a limit of position, speed or acceleration, or begins with a jump.
+
+    Args:
+        kind: ``first step``, ``position``, ``speed`` or ``acceleration``.
+        far: so far outside that it is no matter of degree: wrong units, a wrong joint.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        kind: str,
+        far: bool = False,
+        got: object = None,
+        expected: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(what, got=got, expected=expected, remedy=remedy)
+        self.kind, self.far = kind, far
+
+
 class LateChunk(ChunkError):
     """All rows of a chunk, or all but too few, lie in the past."""
 

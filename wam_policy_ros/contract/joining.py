@@ -1,0 +1,226 @@
+"""From the rows of a chunk to a motion that leaves: joined to the running plan, ended at rest, inside every limit.
+
+The robot's controller forgets the old trajectory when a new one arrives and starts from where it was commanded to be
+(ROS spec 3.2). So the new plan begins at the commanded position and velocity of that moment, leaves the old plan
+gradually (smoothstep weights), and ends at rest, because nobody knows whether another chunk will come. Pure functions.
+
+Grippers are not blended and never a reason to refuse: a policy switches them from one row to the next. Their rows are
+clipped to their range and limited in speed, and their velocities neither overshoot nor exceed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .chunking import velocities
+from .errors import ConfigError, LimitViolation
+from .hermite import Cubics, Floats, evaluate, minmod
+from .limits import JointLimits
+from .plan import Plan
+from .safety import Violation, first_step, outside, row_speed, violation
+
+PEAK = 1.5
+"""Highest speed of a cubic that does not overshoot, over its mean speed."""
+
+BRAKES = (0, 2, 4, 8, 16)
+"""Rows over which a plan comes to rest at its end, tried in this order."""
+
+RAMP = 2
+"""Rows in which a plan that is slowed down gets from the robot's speed to its own."""
+
+SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Speeds, as parts of the policy's, that clamping tries."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How chunks are joined and what happens to one that breaks a limit.
+
+    Attributes:
+        blend_steps: over so many rows a chunk takes over from the plan before it; more when the limits need it.
+        with_velocities: points carry velocities.
+        clamp: slow a plan that is too fast down, and clip positions, instead of refusing it.
+        max_excess: clamping is for values up to ``1 + max_excess`` times their limit; what is beyond is refused.
+        max_outside: positions further outside their limits than this (joint units) are refused in every mode: nobody
+            asked for them, they are degrees or a different joint.
+    """
+
+    blend_steps: int = 6
+    with_velocities: bool = True
+    clamp: bool = False
+    max_excess: float = 0.5
+    max_outside: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.blend_steps < 0 or self.max_excess < 0 or self.max_outside < 0:
+            raise ConfigError("rules for joining chunks", got=self, expected="nothing negative")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A motion that may leave.
+
+    Attributes:
+        plan: its first row is the commanded state at the moment of publication, which is not sent.
+        clamped: what was changed beyond joining, one line each; empty as a rule.
+        step: largest distance, over the joints, between the chunk's first row and the old plan at that time.
+        blended: rows over which the chunk takes over.
+        braked: rows at the end over which the robot comes to rest.
+    """
+
+    plan: Plan
+    clamped: tuple[str, ...]
+    step: float
+    blended: int
+    braked: int
+
+
+def join(
+    old: Plan, targets: Floats, times_s: Floats, now_ns: int, limits: JointLimits, rules: Rules, *, at_rest: bool
+) -> Joined:
+    """Make a plan of a chunk's rows, or refuse the chunk.
+
+    Args:
+        old: what the robot was told before; ``Plan.standing`` when nothing.
+        targets: ``[M, J]`` joint targets of the rows that are still ahead.
+        times_s: ``[M]`` when they are due, from now.
+        now_ns: moment of publication, on the clock of ``old``.
+        limits, rules: see there.
+        at_rest: the chunk was made for a robot that stands still, as this one does. Then its rows are sent as they are
+            if the limits allow it; otherwise the first rows lead away from the standstill gradually.
+
+    Returns:
+        A plan that breaks no limit.
+
+    Raises:
+        LimitViolation: nothing of the chunk may leave. ``far`` says that it is not a matter of degree.
+    """
+    arm = ~limits.gripper
+    clamped: list[str] = []
+    times_ns = now_ns + np.rint(np.concatenate([[0.0], times_s]) * 1e9).astype(np.int64)
+    kept, _ = old.sample(times_ns[1:])
+    targets = np.where(arm, targets, np.clip(targets, limits.position_min, limits.position_max))
+    # Far away first: what comes after may be asked for by a policy that means well.
+    if (worst := outside(targets, limits, by=rules.max_outside)) is not None:
+        raise _refused(worst, far=True)
+    if (worst := outside(targets, limits)) is not None:
+        if not rules.clamp:
+            raise _refused(worst)
+        clamped.append(worst.text())
+    targets = np.clip(targets, limits.position_min, limits.position_max)
+    if (worst := first_step(targets, kept[0], limits)) is not None:
+        raise _refused(worst)
+    if (worst := row_speed(targets, times_s, limits)) is not None and not (
+        rules.clamp and worst.excess <= rules.max_excess
+    ):
+        raise _refused(worst)
+    start = old.state_at(now_ns)
+    step_ns = times_ns[2] - times_ns[1] if len(times_ns) > 2 else times_ns[1] - times_ns[0]
+    before = old.at(int(times_ns[1] - step_ns))
+    for speed, blend, brake in _candidates(rules, len(targets), at_rest):
+        if speed < 1.0 and (worst is None or worst.excess > rules.max_excess):
+            break
+        rows = targets.copy()
+        if blend:
+            w = smoothstep(blend, len(rows))[:, None]
+            rows[:, arm] = (kept + w * (targets - kept))[:, arm]
+        plan = _plan(times_ns, start, before, rows, limits, rules, speed=speed, brake=brake)
+        found = violation(plan, limits, start[1])
+        if found is None:
+            if rules.clamp and worst is not None and (speed < 1.0 or worst.kind == "speed"):
+                clamped.append(f"{worst.text()}; the plan runs at {speed:.0%} of its speed")
+            step = float(np.abs(targets[0] - kept[0])[arm].max(initial=0.0))
+            return Joined(plan, tuple(clamped), step, blend, brake)
+        worst = found if worst is None or found.excess < worst.excess else worst
+    assert worst is not None
+    raise _refused(worst)
+
+
+def smoothstep(steps: int, count: int) -> Floats:
+    """``[count]`` weights of the new chunk: from just above 0 to 1 after ``steps`` rows, with no kink at either end."""
+    u = np.clip(np.arange(1, count + 1) / (steps + 1), 0.0, 1.0)
+    return np.asarray(u * u * (3.0 - 2.0 * u))
+
+
+def _candidates(rules: Rules, count: int, at_rest: bool) -> Iterator[tuple[float, int, int]]:
+    """(speed, rows to blend, rows to brake), what changes the chunk least first."""
+    least = max(rules.blend_steps, 3)
+    blends = sorted({min(b, count) for b in (0 if at_rest else rules.blend_steps, least, 2 * least)})
+    brakes = [k for k in BRAKES if k <= count]
+    for speed in (1.0, *SLOWER) if rules.clamp else (1.0,):
+        for blend in blends:
+            for brake in brakes:
+                yield speed, blend, brake
+
+
+def _plan(
+    times_ns: np.ndarray,
+    start: tuple[Floats, Floats],
+    before: Floats,
+    rows: Floats,
+    limits: JointLimits,
+    rules: Rules,
+    *,
+    speed: float,
+    brake: int,
+) -> Plan:
+    times_s = np.asarray((times_ns - times_ns[0]) * 1e-9)
+    step_s = times_s[2] - times_s[1] if len(times_s) > 2 else times_s[1]
+    rates = velocities(rows, times_s[1:], before=(before, times_s[1] - step_s))
+    q = np.concatenate([start[0][None], rows])
+    v = np.concatenate([start[1][None], rates])
+    if speed < 1.0 or brake:
+        q, v = _slowed(times_s, q, v if rules.with_velocities else None, speed=speed, brake=brake)
+    _gripper(times_s, q, v, rows, limits)
+    if not rules.with_velocities:
+        return Plan(times_ns, q)
+    # Two rows close to a limit can lead a cubic beyond it.
+    low, high = Cubics.through(times_s, q, v).range()
+    bulges = ((low < limits.position_min) | (high > limits.position_max)).any(axis=0) & ~limits.gripper
+    v[1:, bulges] = minmod(times_s, q)[1:, bulges]
+    return Plan(times_ns, q, v)
+
+
+def _slowed(times_s: Floats, q: Floats, v: Floats | None, *, speed: float, brake: int) -> tuple[Floats, Floats]:
+    """The same path at a part of its speed, at rest at the end after ``brake`` rows of even slowing down. The times of
+    the rows stay; what the robot does not reach in time the next chunk has to ask for again."""
+    last = len(times_s) - 1
+    pace = np.full(len(times_s), speed)
+    pace[: RAMP + 1] = np.linspace(1.0, speed, RAMP + 1)[: len(pace)]
+    if brake:
+        pace[last - brake :] *= 1.0 - np.arange(brake + 1) / brake
+    along = np.concatenate([[0.0], np.cumsum(np.diff(times_s) * (pace[1:] + pace[:-1]) / 2)])
+    if v is not None:
+        v = v.copy()
+        v[-1] = (q[-1] - q[-2]) / (times_s[-1] - times_s[-2])  # the path goes on; the pace brings the robot to rest
+    positions, rates = evaluate(times_s, q, v, along)
+    if not brake:
+        pace[-1] = 0.0
+    return positions, np.asarray(rates * pace[:, None])
+
+
+def _gripper(times_s: Floats, q: Floats, v: Floats, rows: Floats, limits: JointLimits) -> None:
+    """Fill in the gripper's columns of ``q`` and ``v``: towards the rows as fast as allowed, on the rows' own times."""
+    for j in np.flatnonzero(limits.gripper):
+        top, v0 = limits.velocity[j], v[0, j]
+        for k in range(1, len(q)):
+            reach = (top - (abs(v0) / 2 if k == 1 else 0.0)) * (times_s[k] - times_s[k - 1]) / PEAK
+            q[k, j] = q[k - 1, j] + np.clip(rows[k - 1, j] - q[k - 1, j], -reach, reach)
+        v[:, j] = minmod(times_s, q[:, j : j + 1])[:, 0]
+        v[0, j] = v0
+
+
+def _refused(worst: Violation, *, far: bool = False) -> LimitViolation:
+    what = "the chunk is far outside the limits" if far else "the chunk breaks a limit"
+    remedy = "check units (radians, not degrees) and joints.names" if far else None
+    return LimitViolation(
+        what,
+        kind=worst.kind,
+        far=far,
+        got=f"{worst.kind} of {worst.joint}: {worst.value:.4g} at row {worst.row}",
+        expected=f"limit {worst.limit:.4g}",
+        remedy=remedy,
+    )
