@@ -38,7 +38,7 @@ def make(ros: None) -> Iterator[Make]:
     yield start
     for system in systems:
         system.close()
-    assert not [t.name for t in threading.enumerate() if t.name == "wam_inference"]
+    assert not [t.name for t in threading.enumerate() if t.name == "wam_policy_owner"]
 
 
 def ramp(observation: Observation, step: int) -> np.ndarray:

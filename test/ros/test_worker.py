@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wam_policy_ros.contract.errors import Cancelled, CheckpointError, ConfigError, EngineError, InvalidState
+from wam_policy_ros.contract import policy_thread
+from wam_policy_ros.contract.errors import (
+    Cancelled,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    InvalidState,
+    PolicyUnavailable,
+)
 from wam_policy_ros.contract.fakes import HoldPolicy, ScriptedPolicy, example_observation
 from wam_policy_ros.contract.interface import Observation
 from wam_policy_ros.ros.progress import ProgressLog
@@ -328,6 +336,69 @@ def test_progress_is_a_line_for_every_phase_and_every_tenth() -> None:
     ]
 
 
+def test_a_policy_that_goes_away_in_its_warm_up_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_thread, "RELOAD_S", 0.01)
+    lines: list[str] = []
+    gone, left = [True, True], []
+
+    def factory(progress: Any) -> Any:
+        def rows(observation: Observation, step: int) -> np.ndarray:
+            if gone:
+                raise PolicyUnavailable(f"server down {len(gone)}")
+            return np.zeros((24, 8))
+
+        gone.pop()
+        policy = ScriptedPolicy(rows)
+        policy.disconnect = lambda: left.append(policy)  # type: ignore[attr-defined]
+        return policy
+
+    worker = InferenceWorker(
+        factory, notify=lambda: lines.append(worker.status.message), log=lambda *a: None, after_step=lambda *_: None
+    )
+    worker.start()
+    wait_for(lambda: worker.status.phase is Phase.READY)
+    assert "server down 1" in lines and worker.status.message == "ready"
+    assert worker.stop(2) and len(left) == 1
+
+
+def test_an_unavailable_policy_is_a_result_and_trouble_but_no_traceback(bench: Bench) -> None:
+    bench.gate.set()
+    bench.start()
+    bench.error = PolicyUnavailable("server down")
+    bench.worker.new_generation(1)
+    bench.ask(1)
+    assert type(bench.answer().error) is PolicyUnavailable and not bench.lines
+    assert "server down" in str(bench.worker.owner.trouble())
+    bench.error = None
+    bench.worker.new_generation(2)
+    bench.ask(2)
+    assert bench.answer().chunk is not None and bench.worker.owner.trouble() is None
+
+
+def test_a_clients_step_gives_way_to_the_robot_and_starts_again(bench: Bench) -> None:
+    bench.gate.set()
+    bench.start()
+    bench.worker.new_generation(1)
+    starts: list[float] = []
+    robot_asked = threading.Event()
+
+    def long(policy: Any, cancelled: Any) -> str:
+        starts.append(time.monotonic())
+        while len(starts) == 1:
+            if cancelled():
+                raise Cancelled("interrupted")
+            time.sleep(0.002)
+        assert robot_asked.is_set()
+        return "done"
+
+    ticket = bench.worker.owner.submit(long, lane="client")
+    wait_for(lambda: starts)
+    robot_asked.set()
+    bench.ask(1)
+    assert bench.answer().chunk is not None
+    assert ticket.result(2) == "done" and len(starts) == 2
+
+
 def test_stop_before_start_is_harmless() -> None:
     assert idle_worker(lambda progress: HoldPolicy()).stop(0.1)
 
@@ -381,6 +452,7 @@ def test_nothing_of_a_step_waits_in_the_worker_for_the_next_one(bench: Bench, no
     bench.worker.new_generation(1)
     pending = weakref.ref(bench.ask(1))
     chunk = weakref.ref(bench.answer().chunk)  # type: ignore[arg-type]
+    del bench._cancelled  # the question belongs to the call, and this policy kept it
     for what in (pending, chunk, observations[0]):
         wait_for(lambda what=what: what() is None, 2, f"{what} is gone")
     assert not bench.after

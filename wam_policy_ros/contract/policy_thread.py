@@ -24,6 +24,7 @@ from .errors import (
     NotReady,
     ObservationError,
     Overloaded,
+    PolicyUnavailable,
     SessionError,
     Superseded,
     WamError,
@@ -41,6 +42,10 @@ Log = Callable[[str, str], None]
 
 CLIENT_FAULTS = (ObservationError, SessionError, Cancelled, Overloaded)
 """Errors that say nothing about the health of the policy."""
+
+
+RELOAD_S = 1.0
+"""Pause before a policy that went away while it was loaded or warmed up is loaded again."""
 
 
 class Priority(IntEnum):
@@ -164,6 +169,7 @@ class PolicyThread:
         self._running: Ticket[Any] | None = None
         self._status = OwnerStatus()
         self._listeners: list[Callable[[], None]] = []
+        self._farewells: list[Callable[[Policy], None]] = []
         self._thread = threading.Thread(target=self._run, name="wam_policy_owner", daemon=True)
 
     # -- any thread -------------------------------------------------------------------------------------------------
@@ -176,6 +182,12 @@ class PolicyThread:
         """Have ``listener`` called, in the owner's thread, whenever ``status`` has changed. Returns how to end it."""
         self._listeners = [*self._listeners, listener]
         return lambda: setattr(self, "_listeners", [one for one in self._listeners if one is not listener])
+
+    def at_end(self, farewell: Callable[[Policy], None]) -> None:
+        """Have ``farewell`` called in the owner's thread when no more jobs will run, unless the policy never was ready:
+        to close sessions that are still open. Several are called in their order; an error is logged."""
+        with self._cond:
+            self._farewells.append(farewell)
 
     @property
     def status(self) -> OwnerStatus:
@@ -279,13 +291,12 @@ class PolicyThread:
 
     def _run(self) -> None:
         try:
-            self._set(message="loading the policy")
-            policy = self._factory(self._progress)
-            self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
-            if self._warms_up:
-                self._warm_up(policy)
+            policy = self._loaded()
             self._set(phase=Phase.READY, message="ready", fraction=1.0)
-            self._serve(policy)
+            try:
+                self._serve(policy)
+            finally:
+                self._say_farewell(policy)
             self._set(phase=Phase.STOPPED, message="stopped")
         except Cancelled:
             self._set(phase=Phase.STOPPED, message="stopped")
@@ -300,6 +311,32 @@ class PolicyThread:
         finally:
             ended = NotReady("the policy's owner has ended", got=self._status.message)
             self._drain(Cancelled("the policy's owner was stopped") if self._stop else ended)
+
+    def _loaded(self) -> Policy:
+        """The policy, warmed up. One that goes away meanwhile is loaded again: it may come back by itself."""
+        while True:
+            self._set(phase=Phase.LOADING, message="loading the policy", fraction=0.0, warm_up_s=())
+            try:
+                policy = self._factory(self._progress)
+                self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
+                if self._warms_up:
+                    self._warm_up(policy)
+                return policy
+            except PolicyUnavailable as error:
+                self._set(message=error.what)
+            with self._cond:
+                if self._cond.wait_for(lambda: self._stop, RELOAD_S):
+                    raise Cancelled("stopped while loading")
+
+    def _say_farewell(self, policy: Policy) -> None:
+        for farewell in self._farewells:
+            try:
+                farewell(policy)
+            except Exception:
+                self._log("error", f"the policy was not left in good order\n{traceback.format_exc()}")
+        leave = getattr(policy, "disconnect", None)  # of a policy on another machine
+        if leave is not None:
+            leave()
 
     def _set(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
@@ -402,7 +439,8 @@ class PolicyThread:
         if isinstance(error, CLIENT_FAULTS):
             _fail(ticket, bare(error))
             return
-        self._log("error", f"the policy raised\n{traceback.format_exc()}")
+        if not isinstance(error, PolicyUnavailable):  # its text says it all, and it is said by whoever asked
+            self._log("error", f"the policy raised\n{traceback.format_exc()}")
         shown = error if isinstance(error, WamError) else EngineError(f"the policy raised {_one_line(error)}")
         self._set(failures=self._status.failures + 1, last_error=str(shown))
         _fail(ticket, bare(shown))
