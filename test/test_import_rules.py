@@ -50,6 +50,8 @@ HOMES: dict[str, set[str]] = {
     "msgpack": {"serving"},
     "mujoco": {"sim"},
     "cv2": {"ros", "sim", "tools"},
+    "cv_bridge": {"ros/bridge.py"},
+    "rosbags": {"ros/recording.py"},
     "av": {"tools"},
     "matplotlib": {"tools"},
 } | {name: {"ros", "sim/sim_node.py"} for name in ROS_PACKAGES}

@@ -14,11 +14,12 @@ from wam_policy_ros.contract.fakes import HoldPolicy, ScriptedPolicy
 from wam_policy_ros.contract.interface import Observation
 from wam_policy_ros.ros.checks import other_publishers
 from wam_policy_ros.ros.control import ControlLoop
+from wam_policy_ros.ros.joint_states import JointStateInput
 from wam_policy_ros.ros.lifecycle import Autostart
 from wam_policy_ros.ros.messages import stamp_to_ns
 from wam_policy_ros.ros.outputs import TrajectoryOutput
 from wam_policy_ros.ros.policy_node import PolicyNode
-from wam_policy_ros.ros.streams import CameraInput, JointStateInput
+from wam_policy_ros.ros.streams import CameraInput
 
 from .conftest import wait_for
 from .harness import CAMERAS, HOME, NAMES, System, positions, times_s

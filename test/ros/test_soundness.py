@@ -12,7 +12,7 @@ from sensor_msgs.msg import CompressedImage, JointState
 
 from wam_policy_ros.contract.errors import InvalidImage, MissingInput, StaleInput
 from wam_policy_ros.ros.messages import image_size, ns_to_stamp
-from wam_policy_ros.ros.streams import MAX_SIZE_WARNINGS
+from wam_policy_ros.ros.streams import MAX_WARNINGS
 
 from .test_inputs import CAMERAS, NAMES, T0, Rig, at, image, joints, ms
 
@@ -206,14 +206,14 @@ def test_two_sizes_on_one_topic_do_not_fill_the_log() -> None:
     for k in range(100):
         shape = (18, 32) if k % 2 else (36, 64)
         rig.inputs.cameras[CAMERAS[0]].on_message(image(k * ms(30), shape=shape), at(k * ms(30)))
-    assert len(rig.log) == MAX_SIZE_WARNINGS and "not logged" in rig.log[-1]
+    assert len(rig.log) == MAX_WARNINGS and "not logged" in rig.log[-1]
 
 
 @pytest.mark.parametrize(
     ("shape", "good"),
     [
-        ((16, 28), True),
-        ((15, 27), False),
+        ((8, 14), True),
+        ((7, 13), False),
         ((180, 320 * 3), True),
         ((180, 320 * 3 + 2), False),
         ((540, 320), True),
@@ -240,11 +240,11 @@ def test_the_size_of_compressed_images_is_read_without_decoding() -> None:
 
 def test_an_absurd_size_that_only_decoding_tells_is_refused_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("streams", "inputs"):
-        monkeypatch.setattr(f"wam_policy_ros.ros.{module}.image_size", lambda msg: None)
+        monkeypatch.setattr(f"wam_policy_ros.ros.{module}.image_size", lambda msg, rules: None)
     rig = Rig(**{"image.compressed": True})
     for name in CAMERAS:
-        rig.inputs.cameras[name].on_message(encoded(".jpg", (8, 8) if name == CAMERAS[1] else (18, 32)), at(0))
+        rig.inputs.cameras[name].on_message(encoded(".jpg", (7, 7) if name == CAMERAS[1] else (18, 32)), at(0))
     rig.all_joints(0)
     pending = rig.inputs.snapshot(at(0), T0, "p")
-    with pytest.raises(InvalidImage, match=r"absurd image size.*8x8"):
+    with pytest.raises(InvalidImage, match=r"absurd image size.*7x7"):
         pending.materialise(rig.inputs._spec.cameras, first_call=True)

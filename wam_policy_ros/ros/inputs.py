@@ -6,7 +6,7 @@ Knows no rclpy: ``subscriptions`` feeds the streams from topics, a replay feeds 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ from wam_policy_ros.contract.errors import ConfigError, MissingInput, StaleInput
 from wam_policy_ros.contract.history import Selection, select_frames
 from wam_policy_ros.contract.interface import CameraSpec, Observation, PolicySpec
 
+from .bridge import Bridge
 from .drops import Log
+from .encodings import BY_NAME
+from .joint_states import JointStateInput
 from .joints import JointMap
-from .messages import fit, image_size, image_to_rgb
+from .messages import AS_LABELLED, VIEWS, ImageRules, fit, image_size, image_to_rgb, spread
 from .parameters import NodeParameters
-from .streams import CameraInput, Frame, JointStateInput, Limits, Now
+from .streams import CameraInput, Frame, Limits, Now
 
 __all__ = ["CameraInput", "Inputs", "JointStateInput", "Now", "PendingObservation"]
 
@@ -47,6 +50,8 @@ class PendingObservation:
         session_start_ns: no frame is older.
         resize: ``pad`` or ``stretch``.
         saw_size: told camera and decoded (height, width) of a newest image that did not tell it before; may raise.
+        saw_spread: told camera and standard deviation of a newest image that only decoding shows.
+        rules: camera -> how its messages are read.
         off_schedule, padded: see ``contract.history.Selection``, summed over cameras.
         arrived_ns: when the last of ``newest`` arrived, on the steady clock.
     """
@@ -60,6 +65,8 @@ class PendingObservation:
     session_start_ns: int
     resize: str
     saw_size: Callable[[str, tuple[int, int]], None]
+    saw_spread: Callable[[str, float], None] = lambda camera, value: None
+    rules: Mapping[str, ImageRules] = field(default_factory=dict)
     off_schedule: int = 0
     padded: int = 0
     arrived_ns: int = 0
@@ -78,10 +85,12 @@ class PendingObservation:
         stamps: dict[str, npt.NDArray[np.int64]] = {}
         for camera in cameras:
             chosen = (self.newest[camera.name],) if first_call else self.frames[camera.name]
-            topic = self.topics[camera.name]
-            decoded = [image_to_rgb(f.msg, topic) for f in chosen]
-            if image_size(chosen[-1].msg) is None:
+            topic, rules = self.topics[camera.name], self.rules.get(camera.name, AS_LABELLED)
+            decoded = [image_to_rgb(f.msg, topic, rules) for f in chosen]
+            if image_size(chosen[-1].msg, rules) is None:
                 self.saw_size(camera.name, (decoded[-1].shape[0], decoded[-1].shape[1]))
+            if spread(chosen[-1].msg, rules) is None:
+                self.saw_spread(camera.name, float(decoded[-1][::8, ::8].std(axis=(0, 1)).max()))
             images[camera.name] = np.stack([fit(d, camera.height, camera.width, self.resize) for d in decoded])
             stamps[camera.name] = np.array([f.stamp_ns for f in chosen], dtype=np.int64)
         return Observation(
@@ -103,6 +112,8 @@ class Inputs:
         joints: names and mapping of the joints.
         warn: log function.
         resolve: topic -> its full name, for people.
+        tell: log function for what is worth knowing, but no warning.
+        bridge: see ``bridge.find_bridge``.
     """
 
     def __init__(
@@ -113,30 +124,37 @@ class Inputs:
         *,
         warn: Log,
         resolve: Callable[[str], str] = lambda topic: topic,
+        tell: Log = lambda line: None,
+        bridge: Bridge | None = None,
     ) -> None:
         self._params, self._spec, self._joints, self._warn = params, spec, joints, warn
         self._burst_said = False
         tolerance, source = params.sync_future_tolerance_s, params.sync_stamp_source
         limits = Limits(params.sync_max_age_s, tolerance, source)
-        reach_s = -min(spec.frame_offsets) / spec.control_rate_hz
+        # What a request can look at: back from the newest moment of the slowest camera, which may be one age old.
+        reach_s = -min(spec.frame_offsets) / spec.control_rate_hz + params.sync_max_age_s + params.sync_max_skew_s
+        rules = image_rules(params, spec.cameras, bridge)
         self.cameras = {
             c.name: CameraInput(
                 c.name,
                 topic,
                 limits,
                 size=(c.height, c.width),
-                keep_s=max(3.0, reach_s + 1.0),
+                keep_s=reach_s + 2.0 / spec.control_rate_hz,
                 spacing_s=THIN_STEPS / spec.control_rate_hz,
                 warn=warn,
                 shown=resolve(topic),
                 hint=self._lossy_hint,
                 first_size=self._warn_of_burst,
+                rules=rules[c.name],
+                min_std=params.image_min_std,
+                tell=tell,
             )
             for c, topic in zip(spec.cameras, camera_topics(params, spec.cameras), strict=True)
         }
         joint_limits = Limits(params.sync_joint_max_age_s, tolerance, source)
         self.joint_states = JointStateInput(
-            joints.names, params.joints_topic, joint_limits, warn=warn, shown=resolve(params.joints_topic)
+            joints.names, params.joints_topic, joint_limits, warn=warn, shown=resolve(params.joints_topic), tell=tell
         )
 
     def _lossy_hint(self) -> str | None:
@@ -227,6 +245,8 @@ class Inputs:
             if not frames or reference < session_start_ns:
                 late = name if not frames else min(self.cameras.values(), key=lambda c: c.frames[-1].stamp_ns).name
                 raise MissingInput(f"camera {late!r}: no frame of this session yet", field=late)
+        if self._params.image_min_std:
+            usable = self._from_first_picture(usable, reference)
         picks: dict[str, Selection] = {}
         newest: dict[str, Frame] = {}
         for name, frames in usable.items():
@@ -244,15 +264,36 @@ class Inputs:
             session_start_ns=session_start_ns,
             resize=self._params.image_resize,
             saw_size=lambda name, size: self.cameras[name].saw_size(size),
+            saw_spread=lambda name, value: self.cameras[name].saw_spread(value),
+            rules={n: c.rules for n, c in self.cameras.items()},
             off_schedule=sum(p.off_schedule for p in picks.values()),
             padded=sum(p.padded for p in picks.values()),
             arrived_ns=max(f.arrived_ns for f in newest.values()),
         )
 
+    def _from_first_picture(self, usable: Mapping[str, list[Frame]], reference_ns: int) -> dict[str, list[Frame]]:
+        """Leave out what was seen before every camera showed a picture, see ``image.min_std``."""
+        shown = {name: self.cameras[name].varied(frames) for name, frames in usable.items()}
+        for name, frames in shown.items():
+            if not frames or reference_ns < frames[0].stamp_ns:
+                raise MissingInput(
+                    f"camera {name!r}: uniform image, no picture of this session yet",
+                    field=name,
+                    got=f"{len(usable[name]) - len(frames)} frames of one colour on {self.cameras[name].shown}",
+                    expected=f"a standard deviation of at least {self._params.image_min_std:g} (image.min_std)",
+                )
+        start_ns = max(f[0].stamp_ns for f in shown.values()) - round(self._params.sync_max_skew_s * 1e9)
+        return {name: [f for f in frames if f.stamp_ns >= start_ns] for name, frames in shown.items()}
+
     def counters(self) -> dict[str, Any]:
         """Received and dropped messages per stream; JSON-serialisable."""
         streams: dict[str, CameraInput | JointStateInput] = {**self.cameras, self.joint_states.topic: self.joint_states}
-        return {n: {"received": s.received, "dropped": dict(s.drops.by_reason)} for n, s in streams.items()}
+        out: dict[str, Any] = {
+            n: {"received": s.received, "dropped": dict(s.drops.by_reason)} for n, s in streams.items()
+        }
+        for name, camera in self.cameras.items():
+            out[name]["uniform"] = camera.uniform
+        return out
 
 
 def _all_of(missing: Sequence[MissingInput]) -> MissingInput:
@@ -282,15 +323,66 @@ def camera_topics(params: NodeParameters, cameras: Sequence[CameraSpec]) -> tupl
     """Topics in camera order.
 
     Raises:
-        ConfigError: the wrong number of topics was configured.
+        ConfigError: the wrong number of topics was configured, or a topic for a camera that the embodiment has not.
     """
-    topics = params.cameras_topics or tuple(f"{c.topic}/image_raw" for c in cameras)
-    if len(topics) != len(cameras) or len(set(topics)) != len(topics):
+    given, names = params.cameras_topics, [c.name for c in cameras]
+    topics = given or tuple(f"{c.topic}/image_raw" for c in cameras)
+    if named := [t for t in given if ":=" in t]:
+        pairs = dict(t.split(":=", 1) for t in named)
+        if len(named) != len(given) or len(pairs) != len(named) or set(pairs) != set(names):
+            raise ConfigError(
+                "cameras.topics does not name the embodiment's cameras",
+                got=list(given),
+                expected=f"CAMERA:=TOPIC once for each of the cameras {names}, or topics alone in this order",
+            )
+        topics = tuple(pairs[name] for name in names)
+    shared = len(set(topics)) != len(topics) and set(_views(params, cameras)) == {"whole"}
+    if len(topics) != len(cameras) or shared or "" in topics:
         raise ConfigError(
             "cameras.topics does not fit the embodiment",
             got=list(topics),
-            expected=f"{len(cameras)} different topics, for the cameras {[c.name for c in cameras]} in this order",
+            expected=f"{len(cameras)} different topics, for the cameras {names} in this order",
         )
     if not params.image_compressed:
         return topics
     return tuple(t if t.endswith("/compressed") else f"{t}/compressed" for t in topics)
+
+
+def image_rules(
+    params: NodeParameters, cameras: Sequence[CameraSpec], bridge: Bridge | None = None
+) -> dict[str, ImageRules]:
+    """How the messages of each camera are read.
+
+    Raises:
+        ConfigError: ``image.encodings`` or ``image.views`` has the wrong length or an unknown entry, or an encoding is
+            told for compressed images.
+    """
+    encodings = _one_each("image.encodings", params.image_encodings, cameras, ("auto", *BY_NAME), "auto")
+    if params.image_compressed and set(encodings) != {"auto"}:
+        raise ConfigError(
+            "image.encodings cannot be used with compressed images, which say themselves what they are",
+            got=list(encodings),
+            remedy="leave image.encodings empty, or set image.compressed: false",
+        )
+    views = _views(params, cameras)
+    return {
+        c.name: ImageRules("" if e == "auto" else e, v, bridge)
+        for c, e, v in zip(cameras, encodings, views, strict=True)
+    }
+
+
+def _views(params: NodeParameters, cameras: Sequence[CameraSpec]) -> tuple[str, ...]:
+    return _one_each("image.views", params.image_views, cameras, VIEWS, "whole")
+
+
+def _one_each(
+    name: str, given: tuple[str, ...], cameras: Sequence[CameraSpec], known: Sequence[str], default: str
+) -> tuple[str, ...]:
+    values = given or (default,) * len(cameras)
+    if len(values) != len(cameras) or not set(values) <= set(known):
+        raise ConfigError(
+            f"{name} does not fit",
+            got=list(values),
+            expected=f"for each of the cameras {[c.name for c in cameras]}, in this order, one of {list(known)}",
+        )
+    return values

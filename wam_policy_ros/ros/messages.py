@@ -1,4 +1,4 @@
-"""Between ROS messages and arrays: images both ways, trajectories. No cv_bridge.
+"""Between ROS messages and arrays: images both ways, trajectories. What an encoding is, ``encodings`` knows.
 
 Messages are read by their fields, so any object that has them will do. Only what makes a message imports its class,
 when it is called: everything else here works on a machine without ROS.
@@ -16,26 +16,46 @@ import numpy.typing as npt
 
 from wam_policy_ros.contract.errors import InvalidImage
 
+from .bridge import Bridge
+from .encodings import BY_NAME, READ_ONLY_WHEN_TOLD, SUPPORTED, nearest
+
 if TYPE_CHECKING:
     from builtin_interfaces.msg import Time
     from sensor_msgs.msg import Image
     from trajectory_msgs.msg import JointTrajectory
 
-CHANNELS = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1}
-_TO_RGB = {
-    "bgr8": cv2.COLOR_BGR2RGB,
-    "rgba8": cv2.COLOR_RGBA2RGB,
-    "bgra8": cv2.COLOR_BGRA2RGB,
-    "mono8": cv2.COLOR_GRAY2RGB,
-}
-MIN_SIDE = 16
-"""Pixels; the network sees each camera at 176x320 or so."""
+MIN_SIDE = 8
+"""Pixels; the network sees each camera at 176x320 or so. Smaller is no picture, but a message filled wrongly."""
 
 MAX_ASPECT = 3.0
 """No camera meant for the embodiment is that much wider or taller."""
 
+VIEWS = ("whole", "left", "right")
+
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 _NOT_COLOUR = ("compresseddepth", "16uc1", "32fc1", "mono16")
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """How the messages of one camera are read.
+
+    Attributes:
+        encoding: what the bytes are, whatever the messages say; empty: what they say.
+        view: ``whole`` picture, or the ``left`` or ``right`` half of a side-by-side one.
+        bridge: converts some encodings in our place, see ``bridge.find_bridge``.
+    """
+
+    encoding: str = ""
+    view: str = "whole"
+    bridge: Bridge | None = None
+
+    def label(self, msg: Any) -> str:
+        """The encoding of a message, as it is read."""
+        return self.encoding or msg.encoding
+
+
+AS_LABELLED = ImageRules()
 
 
 def stamp_to_ns(stamp: Any) -> int:
@@ -50,15 +70,15 @@ def ns_to_stamp(ns: int) -> Time:
     return Time(sec=ns // 1_000_000_000, nanosec=ns % 1_000_000_000)
 
 
-def _invalid(what: str, topic: str, got: object, expected: object) -> InvalidImage:
-    return InvalidImage(what, field=topic, got=f"{got} on {topic}", expected=expected)
+def _invalid(what: str, topic: str, got: object, expected: object, remedy: str | None = None) -> InvalidImage:
+    return InvalidImage(what, field=topic, got=f"{got} on {topic}", expected=expected, remedy=remedy)
 
 
 def _is_compressed(msg: Any) -> bool:
     return not hasattr(msg, "encoding")
 
 
-def check_image(msg: Any, topic: str = "image") -> None:
+def check_image(msg: Any, topic: str = "image", rules: ImageRules = AS_LABELLED) -> None:
     """Cheap validity test of an Image or CompressedImage for a callback; touches no pixel.
 
     Raises:
@@ -67,23 +87,41 @@ def check_image(msg: Any, topic: str = "image") -> None:
     """
     if _is_compressed(msg):
         return _check_compressed(msg, topic)
-    channels = CHANNELS.get(msg.encoding)
-    if channels is None:
-        raise _invalid("unsupported encoding", topic, repr(msg.encoding), f"one of {list(CHANNELS)}")
+    label = rules.label(msg)
+    encoding = BY_NAME.get(label)
+    if encoding is None or (label in READ_ONLY_WHEN_TOLD and not rules.encoding):
+        raise _unsupported(label, topic)
     if msg.height == 0 or msg.width == 0:
-        raise _invalid("empty image", topic, f"{msg.width}x{msg.height} {msg.encoding}", "at least one pixel")
-    if msg.step < msg.width * channels:
+        raise _invalid("empty image", topic, f"{msg.width}x{msg.height} {label}", "at least one pixel")
+    if msg.width % encoding.multiple[0] or msg.height % encoding.multiple[1]:
+        raise _invalid(
+            "size does not fit the encoding",
+            topic,
+            f"{msg.width}x{msg.height} {label}",
+            f"width and height that are multiples of {encoding.multiple[0]} and {encoding.multiple[1]}",
+        )
+    if msg.step < encoding.row_bytes(msg.width):
         raise _invalid(
             "row step too small",
             topic,
-            f"step {msg.step} for {msg.width} pixels of {msg.encoding}",
-            f"at least {msg.width * channels} bytes",
+            f"step {msg.step} for {msg.width} pixels of {label}",
+            f"at least {encoding.row_bytes(msg.width)} bytes",
         )
-    if msg.step * msg.height > len(msg.data):
-        raise _invalid(
-            "truncated image", topic, f"{len(msg.data)} bytes of {msg.encoding}", f"{msg.step * msg.height} bytes"
-        )
+    if (size := encoding.size_bytes(msg.height, msg.step)) > len(msg.data):
+        raise _invalid("truncated image", topic, f"{len(msg.data)} bytes of {label}", f"{size} bytes")
     return None
+
+
+def _unsupported(label: str, topic: str) -> InvalidImage:
+    guess = label if label in BY_NAME else nearest(label)
+    meant = f", e.g. {guess!r} if that is what the camera sends" if guess else ""
+    return _invalid(
+        "unsupported encoding",
+        topic,
+        repr(label),
+        f"one of {list(SUPPORTED)}",
+        f"set image.encodings to what the bytes are{meant}, or change the camera's driver",
+    )
 
 
 def _check_compressed(msg: Any, topic: str) -> None:
@@ -94,9 +132,28 @@ def _check_compressed(msg: Any, topic: str) -> None:
         raise _invalid("not a jpeg or png", topic, f"format {msg.format!r}, first bytes {head.hex()}", "jpeg or png")
 
 
-def image_size(msg: Any) -> tuple[int, int] | None:
-    """(height, width) without decoding; None for a jpeg whose header does not tell it in the usual way."""
-    return _compressed_size(msg.data) if _is_compressed(msg) else (msg.height, msg.width)
+def describe_image(msg: Any, rules: ImageRules = AS_LABELLED) -> str:
+    """For people, e.g. ``640x480 bgr8, step 1920``; the message must have passed ``check_image``."""
+    if _is_compressed(msg):
+        size = _compressed_size(msg.data)
+        return f"{f'{size[1]}x{size[0]} ' if size else ''}compressed, format {msg.format!r}"
+    told = f" (read as {rules.encoding})" if rules.encoding and rules.encoding != msg.encoding else ""
+    return f"{msg.width}x{msg.height} {msg.encoding or 'without encoding'}{told}, step {msg.step}"
+
+
+def spread(msg: Any, rules: ImageRules = AS_LABELLED) -> float | None:
+    """How much a picture varies, see ``Encoding.spread``; 0 for one colour. None for compressed ones, which would have
+    to be decoded; the message must have passed ``check_image``."""
+    if _is_compressed(msg):
+        return None
+    flat = np.frombuffer(msg.data, np.uint8)
+    return BY_NAME[rules.label(msg)].spread(flat, msg.height, msg.width, msg.step, bool(msg.is_bigendian))
+
+
+def image_size(msg: Any, rules: ImageRules = AS_LABELLED) -> tuple[int, int] | None:
+    """(height, width) of the view without decoding; None for a jpeg whose header does not tell it in the usual way."""
+    size = _compressed_size(msg.data) if _is_compressed(msg) else (msg.height, msg.width)
+    return size if size is None or rules.view == "whole" else (size[0], size[1] // 2)
 
 
 def _compressed_size(data: Any) -> tuple[int, int] | None:
@@ -135,28 +192,38 @@ def check_size(got: tuple[int, int], size: tuple[int, int], topic: str) -> None:
         )
 
 
-def image_to_rgb(msg: Any, topic: str = "image") -> npt.NDArray[np.uint8]:
+def image_to_rgb(msg: Any, topic: str = "image", rules: ImageRules = AS_LABELLED) -> npt.NDArray[np.uint8]:
     """Decode a camera message: uint8 ``[H, W, 3]`` RGB, a fresh array.
 
-    Honours ``step`` (padded rows). mono8 is repeated over the three channels, alpha is dropped.
+    Honours ``step`` (padded rows) and ``is_bigendian``. Grey is repeated over the three channels, alpha is dropped,
+    16 bits are scaled from their full range to the full range of 8.
 
     Raises:
         InvalidImage: see ``check_image``; also for a jpeg or png that cannot be decoded.
     """
-    check_image(msg, topic)
-    if _is_compressed(msg):
-        flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-        decoded = cv2.imdecode(np.frombuffer(msg.data, np.uint8), flags)
-        if decoded is None:
-            raise _invalid("broken jpeg or png", topic, f"{len(msg.data)} bytes, format {msg.format!r}", "an image")
-        return np.asarray(cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB), dtype=np.uint8)
-    channels = CHANNELS[msg.encoding]
-    flat = np.frombuffer(msg.data, np.uint8, count=msg.step * msg.height)
-    rows = flat.reshape(msg.height, msg.step)[:, : msg.width * channels]
-    pixels = np.ascontiguousarray(rows).reshape(msg.height, msg.width, channels)
-    if msg.encoding == "rgb8":
-        return pixels.copy() if pixels.base is not None and np.shares_memory(pixels, flat) else pixels
-    return np.asarray(cv2.cvtColor(pixels, _TO_RGB[msg.encoding]), dtype=np.uint8)
+    check_image(msg, topic, rules)
+    rgb = _decode_compressed(msg, topic) if _is_compressed(msg) else _decode(msg, rules)
+    if rules.view != "whole":
+        half = rgb.shape[1] // 2
+        rgb = np.ascontiguousarray(rgb[:, :half] if rules.view == "left" else rgb[:, half : 2 * half])
+    return rgb
+
+
+def _decode_compressed(msg: Any, topic: str) -> npt.NDArray[np.uint8]:
+    flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+    decoded = cv2.imdecode(np.frombuffer(msg.data, np.uint8), flags)
+    if decoded is None:
+        raise _invalid("broken jpeg or png", topic, f"{len(msg.data)} bytes, format {msg.format!r}", "an image")
+    return np.asarray(cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB), dtype=np.uint8)
+
+
+def _decode(msg: Any, rules: ImageRules) -> npt.NDArray[np.uint8]:
+    label = rules.label(msg)
+    if rules.bridge is not None and label == msg.encoding and label in rules.bridge.encodings:
+        return rules.bridge.to_rgb(msg)
+    flat = np.frombuffer(msg.data, np.uint8)
+    rgb = BY_NAME[label].to_rgb(flat, msg.height, msg.width, msg.step, bool(msg.is_bigendian))
+    return rgb.copy() if np.shares_memory(rgb, flat) else rgb
 
 
 def fit(rgb: npt.NDArray[np.uint8], height: int, width: int, mode: str) -> npt.NDArray[np.uint8]:

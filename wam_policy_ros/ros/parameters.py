@@ -81,7 +81,9 @@ class NodeParameters:
     )
 
     cameras_topics: tuple[str, ...] = _p(
-        (), "cameras.topics", "image topics in the embodiment's camera order; empty: <suggested name>/image_raw"
+        (),
+        "cameras.topics",
+        "image topics in the embodiment's camera order, or CAMERA:=TOPIC each; empty: <suggested name>/image_raw",
     )
     image_compressed: bool = _p(False, "image.compressed", "subscribe sensor_msgs/CompressedImage")
     image_reliable: bool = _p(False, "image.reliable", "reliable instead of best effort for images")
@@ -90,6 +92,25 @@ class NodeParameters:
         "image.resize",
         "pad: keep the aspect, black bars; stretch: fill the embodiment's raw size",
         choices=("pad", "stretch"),
+    )
+    image_encodings: tuple[str, ...] = _p(
+        (),
+        "image.encodings",
+        "in camera order, what the bytes of raw images are, whatever their label says; auto: believe the label",
+    )
+    image_views: tuple[str, ...] = _p(
+        (), "image.views", "in camera order, whole, or left or right half of a side-by-side picture; empty: whole"
+    )
+    image_min_std: float = _p(
+        0.0,
+        "image.min_std",
+        "a session begins when every camera shows a picture that varies this much (standard deviation); 0: with any",
+        unit="of 255",
+        low=0.0,
+        high=127.0,
+    )
+    image_cv_bridge: bool = _p(
+        True, "image.cv_bridge", "use cv_bridge where one is installed that passes a trial; results are the same"
     )
 
     joints_topic: str = _p("joint_states", "joints.topic", "sensor_msgs/JointState")

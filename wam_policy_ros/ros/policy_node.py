@@ -26,6 +26,7 @@ from wam_policy_ros.contract.interface import Policy, PolicySpec
 
 from . import parameters
 from .backend import make_policy
+from .bridge import find_bridge
 from .checks import check_fit, check_rate, check_steps, other_publishers
 from .control import ControlLoop
 from .inputs import Inputs
@@ -206,7 +207,13 @@ class PolicyNode(LifecycleNode):
         def warn(line: str) -> None:
             self._log("warn", line)
 
-        inputs = Inputs(params, expected, joints, warn=warn, resolve=self.resolve_topic_name)
+        def tell(line: str) -> None:
+            self._log("info", line)
+
+        bridge, text = find_bridge() if params.image_cv_bridge and not params.image_compressed else (None, "")
+        if text:
+            tell(text)
+        inputs = Inputs(params, expected, joints, warn=warn, resolve=self.resolve_topic_name, tell=tell, bridge=bridge)
         publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
         entities.callback(self.destroy_lifecycle_publisher, publisher)
         entities.callback(publisher.wait_for_all_acked, Duration(seconds=ACKED_S))

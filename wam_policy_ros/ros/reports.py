@@ -11,8 +11,9 @@ from typing import Any
 from wam_policy_ros.contract.errors import ObservationError
 
 from .inputs import Inputs
+from .joint_states import JointStateInput
 from .meters import Rate, Ticks
-from .streams import CameraInput, JointStateInput, Now
+from .streams import CameraInput, Now
 
 
 @dataclass(frozen=True)

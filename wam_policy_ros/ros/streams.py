@@ -1,4 +1,4 @@
-"""Buffers of what the robot sends: one per camera, one for all joints. Callbacks keep references and return."""
+"""The buffer of a camera, and what holds for every stream. Callbacks keep references and return."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from wam_policy_ros.contract.errors import InvalidImage, MissingInput, StaleInput
 
 from .drops import Drops, Log, SinceGood
-from .messages import check_image, check_size, image_size, stamp_to_ns
+from .messages import (
+    AS_LABELLED,
+    ImageRules,
+    check_image,
+    check_size,
+    describe_image,
+    image_size,
+    image_to_rgb,
+    spread,
+    stamp_to_ns,
+)
 
 RESTART_NS = 500_000_000
 """A stream whose stamps step back by this much has started over; less is late delivery."""
@@ -20,13 +27,19 @@ RESTART_NS = 500_000_000
 RECENT_NS = 300_000_000
 """Every frame of so short a time is kept; older ones are thinned."""
 
-PLAUSIBLE = 100.0
-"""No joint of a robot is that far from zero, in rad or in m: it is in degrees, or not initialised."""
+MAX_WARNINGS = 10
+"""Two publishers of different sizes on one topic would warn with every frame, and a flickering picture, too."""
 
-MAX_SIZE_WARNINGS = 10
-"""Two publishers of different sizes on one topic would warn with every frame."""
+UNIFORM_STD = 1.0
+"""A picture that varies less than this, of 0 to 255, is of one colour: a renderer that is not warm, a covered lens."""
 
-_ZERO_STAMP = "set sync.stamp_source: receive, or let the sender stamp its messages"
+LOOK_NS = 1_000_000_000
+"""So often a camera that has shown a picture is looked at whether it still does."""
+
+SIDE_BY_SIDE = 2.2
+"""No single camera is that much wider than high: two pictures beside each other may be."""
+
+ZERO_STAMP = "set sync.stamp_source: receive, or let the sender stamp its messages"
 
 
 class Now(NamedTuple):
@@ -119,9 +132,14 @@ class CameraInput:
         shown: the topic's full name, for people.
         hint: what may help when nothing arrives.
         first_size: called once, when ``got_size`` has become known.
+        rules: how its messages are read.
+        min_std: a session begins with the first picture that varies at least this much (0 to 255); 0: with any.
+        tell: log function for what is worth knowing, but no warning.
 
     Attributes:
         got_size: (height, width) of the newest image whose size is known, None before.
+        offered: why nothing can be received although there are publishers, empty when there is no reason.
+        uniform: pictures of one colour that were seen; not every picture is looked at.
     """
 
     def __init__(
@@ -137,8 +155,16 @@ class CameraInput:
         shown: str = "",
         hint: Callable[[], str | None] = lambda: None,
         first_size: Callable[[], None] = lambda: None,
+        rules: ImageRules = AS_LABELLED,
+        min_std: float = 0.0,
+        tell: Log = lambda line: None,
     ) -> None:
         self.name, self.topic, self.shown = name, topic, shown or topic
+        self.rules, self.offered, self.uniform = rules, "", 0
+        self._min_std, self._tell = min_std, tell
+        self._described = ""
+        self._is_uniform, self._looked_ns, self._uniform_warnings = False, 0, 0
+        self._spreads: dict[int, float] = {}
         self.what = f"camera {name!r} ({self.shown})"
         self.frames: deque[Frame] = deque()
         self.drops, self.dropped = Drops(warn), SinceGood()
@@ -148,7 +174,7 @@ class CameraInput:
         self._out = False  # an outage was reported
         self._size_changes = 0
         self.restarts = 0
-        self._arrived_ns = 0
+        self._arrived_ns, self._arrived_before = 0, False
         self._thinned = 0  # so many of the oldest frames are final
         self._limits, self._size, self._warn = limits, size, warn
         self._keep_ns, self._spacing_ns = round(keep_s * 1e9), round(spacing_s * 1e9)
@@ -156,21 +182,23 @@ class CameraInput:
     def clear(self) -> None:
         """Forget every frame."""
         self.frames.clear()
+        self._spreads.clear()
         self._thinned = 0
 
     def on_message(self, msg: Any, now: Now) -> None:
         """Keep a reference, or count why not."""
         self.received += 1
         try:
-            check_image(msg, self.shown)
-            if (size := image_size(msg)) is not None:
+            check_image(msg, self.shown, self.rules)
+            if (size := image_size(msg, self.rules)) is not None:
                 self.saw_size(size)
         except InvalidImage as error:
-            self._drop(error.what, str(error.got), str(error))
+            self._drop(error.what, str(error.got), str(error), error.remedy)
             return
+        self._describe(msg)
         stamp_ns = now.ros_ns
         if self._limits.stamp_source == "header" and (stamp_ns := stamp_to_ns(msg.header.stamp)) == 0:
-            self._drop("zero stamp", "", f"zero header stamp; remedy: {_ZERO_STAMP}", _ZERO_STAMP)
+            self._drop("zero stamp", "", f"zero header stamp; remedy: {ZERO_STAMP}", ZERO_STAMP)
             return
         if self.frames and stamp_ns <= self.frames[-1].stamp_ns:
             back_ns = self.frames[-1].stamp_ns - stamp_ns
@@ -180,12 +208,16 @@ class CameraInput:
                 return
             self.restarts += 1
             self.clear()
+        self._look(msg, now.steady_ns)
         self.frames.append(Frame(stamp_ns, msg, now.steady_ns))
-        self._arrived_ns = now.steady_ns
+        quiet_s, self._arrived_ns = (now.steady_ns - self._arrived_ns) * 1e-9, now.steady_ns
         self.dropped.clear()
         if self._out:
             self._out = False
             self.drops.rearm()
+            if self._arrived_before:
+                self._tell(f"{self.what}: back after {quiet_s:.2f} s without a usable image")
+        self._arrived_before = True
         while self.frames[0].stamp_ns < stamp_ns - self._keep_ns:
             self.frames.popleft()
             self._thinned = max(0, self._thinned - 1)
@@ -210,10 +242,11 @@ class CameraInput:
             return None
         self._out = True
         lost = f", {text}" if (text := self.dropped.text()) else ""
+        offered = f"; {self.offered}" if self.offered and not self.received else ""
         return MissingInput(
             f"no usable image from camera {self.name!r}",
             field=self.name,
-            got=f"{self.received} messages on {self.shown}{lost}",
+            got=f"{self.received} messages on {self.shown}{lost}{offered}",
             remedy=self.dropped.remedy or self._hint() or "check the publisher, cameras.topics or the remapping",
         )
 
@@ -255,6 +288,48 @@ class CameraInput:
         """Frames not older than a time, oldest first."""
         return [f for f in self.frames if f.stamp_ns >= start_ns]
 
+    def varied(self, frames: Sequence[Frame]) -> list[Frame]:
+        """The frames from the first on that shows a picture, see ``min_std``. Compressed ones are decoded for that.
+
+        Raises:
+            InvalidImage: one cannot be decoded.
+        """
+        if not self._min_std:
+            return list(frames)
+        for i, frame in enumerate(frames):
+            if (value := self._spreads.get(frame.stamp_ns)) is None:
+                value = spread(frame.msg, self.rules)
+                if value is None:
+                    value = float(image_to_rgb(frame.msg, self.shown, self.rules).std(axis=(0, 1)).max())
+                self._spreads[frame.stamp_ns] = value
+            if value >= self._min_std:
+                return list(frames[i:])
+        return []
+
+    def saw_spread(self, value: float) -> None:
+        """Warn when a picture that showed something is of one colour now, see ``UNIFORM_STD``. In the worker, too, for
+        pictures that only decoding shows."""
+        was, self._is_uniform = self._is_uniform, value < UNIFORM_STD
+        self.uniform += self._is_uniform
+        if self._is_uniform and not was and self._uniform_warnings < MAX_WARNINGS:
+            self._uniform_warnings += 1
+            self._warn(
+                f"uniform image on {self.what}: every pixel has nearly the same value (not dropped, see image.min_std)"
+            )
+
+    def _look(self, msg: Any, steady_ns: int) -> None:
+        if self.frames and not self._is_uniform and steady_ns - self._looked_ns < LOOK_NS:
+            return
+        self._looked_ns = steady_ns
+        if (value := spread(msg, self.rules)) is not None:
+            self.saw_spread(value)
+
+    def _describe(self, msg: Any) -> None:
+        """The first image is described in the log, so that a person can compare it with the camera."""
+        if not self._described:
+            self._described = describe_image(msg, self.rules)
+            self._tell(f"{self.what}: first image {self._described}")
+
     def saw_size(self, got: tuple[int, int]) -> None:
         """Judge (height, width) of an image; warn of every new size. In the worker, too, for sizes that only decoding
         tells.
@@ -270,171 +345,15 @@ class CameraInput:
         text = f"image is {got[1]}x{got[0]}, the embodiment's camera {self._size[1]}x{self._size[0]}"
         if abs((got[1] / got[0]) / (self._size[1] / self._size[0]) - 1.0) > 0.1:
             text += ": the aspect differs, see image.resize"
+            if got[1] / got[0] >= SIDE_BY_SIDE and self.rules.view == "whole":
+                text += "; if these are two pictures side by side, set image.views"
         elif old is None:
             text = ""
         if old is not None:
             self._size_changes += 1
             text = f"the size changed from {old[1]}x{old[0]} in mid-stream: {text}"
-            text += " (further changes are not logged)" * (self._size_changes == MAX_SIZE_WARNINGS)
-        if text and self._size_changes <= MAX_SIZE_WARNINGS:
+            text += " (further changes are not logged)" * (self._size_changes == MAX_WARNINGS)
+        if text and self._size_changes <= MAX_WARNINGS:
             self._warn(f"{self.what}: {text}")
         if old is None:
             self._first_size()
-
-
-class JointStateInput:
-    """Positions of the configured joints, merged by name over any number of publishers; one age per joint."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        topic: str,
-        limits: Limits,
-        *,
-        keep_s: float = 1.0,
-        warn: Log,
-        shown: str = "",
-    ) -> None:
-        self.names, self.topic, self.shown = tuple(names), topic, shown or topic
-        self.drops = Drops(warn)
-        self.dropped = [SinceGood() for _ in names]
-        self.received = 0
-        self._out = False  # an outage was reported
-        self._index = {name: i for i, name in enumerate(names)}
-        self._samples: list[deque[tuple[int, float]]] = [deque() for _ in names]
-        self._arrived_ns = [0] * len(self.names)
-        self._limits, self._keep_ns = limits, round(keep_s * 1e9)
-
-    def clear(self) -> None:
-        """Forget every position."""
-        for samples in self._samples:
-            samples.clear()
-
-    def on_message(self, msg: Any, now: Now) -> None:
-        """Keep the positions of our joints; everything else in the message is ignored."""
-        self.received += 1
-        names, positions = msg.name, msg.position
-        ours = [self._index[n] for n in names if n in self._index]
-        if not positions:
-            # Not logged: velocities of other joints may well come on a topic of their own. A hold says it.
-            self._drop(ours, "no positions", "velocities or efforts only")
-            return
-        if len(names) != len(positions):
-            text = f"{len(names)} names, {len(positions)} positions"
-            self._drop(ours, "names and positions differ", text, text)
-            return
-        found = [(self._index[n], p) for n, p in zip(names, positions, strict=True) if n in self._index]
-        if bad := {self.names[i]: p for i, p in found if not np.isfinite(p)}:
-            self._drop(ours, "not finite", f"{bad}", f"position of {list(bad)} is not finite")
-            return
-        if bad := {self.names[i]: p for i, p in found if abs(p) > PLAUSIBLE}:
-            text = f"{bad}, beyond {PLAUSIBLE:g}"
-            remedy = "joint positions must be in rad or m"
-            self._drop(ours, "implausible", text, f"position {text}; remedy: {remedy}", remedy)
-            return
-        stamp_ns = now.ros_ns
-        if self._limits.stamp_source == "header" and (stamp_ns := stamp_to_ns(msg.header.stamp)) == 0:
-            self._drop(ours, "zero stamp", "", f"zero header stamp; remedy: {_ZERO_STAMP}", _ZERO_STAMP)
-            return
-        late = [i for i, position in found if not self._append(i, stamp_ns, position, now.steady_ns)]
-        if late:
-            text = "stamp not newer than the last one of the same joint"
-            self._drop(late, "out of order", text, text)
-        elif self._out and found:
-            self._out = False
-            self.drops.rearm()
-
-    def _drop(
-        self, joints: Sequence[int], reason: str, detail: str, message: str | None = None, remedy: str | None = None
-    ) -> None:
-        for i in joints:
-            self.dropped[i].add(reason, detail, remedy)
-        if message is None:
-            self.drops.by_reason[reason] += 1
-        else:
-            self.drops.add(reason, f"{self.shown}: {message}")
-
-    def _append(self, i: int, stamp_ns: int, position: float, arrived_ns: int) -> bool:
-        samples = self._samples[i]
-        if samples and stamp_ns <= samples[-1][0]:
-            if samples[-1][0] - stamp_ns < RESTART_NS:
-                return False
-            samples.clear()
-        samples.append((stamp_ns, position))
-        self._arrived_ns[i] = arrived_ns
-        self.dropped[i].clear()
-        while samples[0][0] < stamp_ns - self._keep_ns:
-            samples.popleft()
-        return True
-
-    def oldest(self) -> tuple[str, int, int] | None:
-        """Name, stamp and steady time of arrival of the joint heard of longest ago; None when one is missing."""
-        if not all(self._samples):
-            return None
-        i = min(range(len(self.names)), key=self._arrived_ns.__getitem__)
-        return self.names[i], self._samples[i][-1][0], self._arrived_ns[i]
-
-    def missing(self) -> MissingInput | None:
-        """An error when there is no position of a joint at all; names every such joint."""
-        missing = [i for i, samples in enumerate(self._samples) if not samples]
-        if not missing:
-            return None
-        self._out = True
-        dropped = self.dropped[missing[0]]
-        lost = f", {text}" if (text := dropped.text()) else ""
-        return MissingInput(
-            f"no position of joints {[self.names[i] for i in missing]}",
-            field=self.topic,
-            got=f"{self.received} messages on {self.shown}{lost}",
-            remedy=dropped.remedy or "check the publisher, and joints.names against the names in the messages",
-        )
-
-    def check(self, now: Now) -> None:
-        """Raises MissingInput or StaleInput, naming the joint."""
-        if (missing := self.missing()) is not None:
-            raise missing
-        try:
-            for i, name in enumerate(self.names):
-                check_age(
-                    f"joint {name!r} ({self.shown})",
-                    self.topic,
-                    self._limits,
-                    stamp_ns=self._samples[i][-1][0],
-                    arrived_ns=self._arrived_ns[i],
-                    now=now,
-                    dropped=self.dropped[i],
-                )
-        except StaleInput:
-            self._out = True
-            raise
-
-    def at(self, reference_ns: int) -> npt.NDArray[np.float64]:
-        """``[len(names)]`` positions at a time: linear between samples, else the nearest.
-
-        Raises:
-            StaleInput: the nearest sample of a joint is further from the time than the age limit.
-        """
-        return np.array([self._joint_at(i, reference_ns) for i in range(len(self.names))])
-
-    def _joint_at(self, i: int, reference_ns: int) -> float:
-        after: tuple[int, float] | None = None
-        for sample in reversed(self._samples[i]):
-            if sample[0] <= reference_ns:
-                if after is None:
-                    return self._near(i, sample, reference_ns)
-                share = (reference_ns - sample[0]) / (after[0] - sample[0])
-                return sample[1] + share * (after[1] - sample[1])
-            after = sample
-        assert after is not None, "check() comes first"
-        return self._near(i, after, reference_ns)
-
-    def _near(self, i: int, sample: tuple[int, float], reference_ns: int) -> float:
-        away_s = abs(reference_ns - sample[0]) * 1e-9
-        if away_s > self._limits.max_age_s:
-            raise StaleInput(
-                f"joint {self.names[i]!r} ({self.shown}): no position at the time of the images",
-                field=self.topic,
-                got=f"nearest {away_s:.3f} s away",
-                expected=f"at most {self._limits.max_age_s} s",
-            )
-        return sample[1]

@@ -10,11 +10,20 @@ from rclpy.event_handler import SubscriptionEventCallbacks
 from rclpy.qos import QoSProfile
 from sensor_msgs.msg import CompressedImage, Image, JointState
 
+from wam_policy_ros.contract.errors import ConfigError
+
 from .drops import Log
 from .inputs import Inputs
+from .joint_states import JointStateInput
+from .lifecycle import steady_clock
 from .parameters import NodeParameters
 from .qos import sensor_qos
-from .streams import CameraInput, JointStateInput, Now
+from .streams import CameraInput, Now
+
+LOOK_S = 1.0
+"""How often the types that publishers offer are looked at, for streams from which nothing has come."""
+
+_TYPE_REMEDY = "set image.compressed to what the cameras send, or correct the topic"
 
 Guard = Callable[..., Any]
 """Calls a function with arguments and lets no exception through."""
@@ -38,6 +47,9 @@ def subscribe(
         guard: every callback runs through it.
         warn: log function.
         after_image: called after every image.
+
+    Raises:
+        ConfigError: publishers of another type are known on a topic, and none of ours.
     """
 
     def receive(stream: CameraInput | JointStateInput, msg: Any) -> None:
@@ -60,6 +72,38 @@ def subscribe(
         entities.callback(node.destroy_subscription, received)
 
     image_kind = CompressedImage if params.image_compressed else Image
-    for camera in inputs.cameras.values():
-        one(image_kind, camera, sensor_qos(5, reliable=params.image_reliable))
-    one(JointState, inputs.joint_states, sensor_qos(10))
+    streams: list[tuple[type, CameraInput | JointStateInput]] = [(image_kind, c) for c in inputs.cameras.values()]
+    streams.append((JointState, inputs.joint_states))
+
+    def look(refuse: bool = False) -> None:
+        for kind, stream in streams:
+            stream.offered = "" if stream.received else _offered(node, stream.topic, kind)
+            if stream.offered and refuse:
+                raise ConfigError(f"{stream.shown} cannot be received: {stream.offered}", remedy=_TYPE_REMEDY)
+
+    look(refuse=True)  # those that are known already; the others make the node wait and say why
+    for kind, stream in streams:
+        camera = isinstance(stream, CameraInput)
+        one(kind, stream, sensor_qos(5, reliable=params.image_reliable) if camera else sensor_qos(10))
+    timer = node.create_timer(LOOK_S, lambda: guard(look), clock=steady_clock())
+    entities.callback(node.destroy_timer, timer)
+
+
+def _offered(node: Any, topic: str, kind: type) -> str:
+    """Why nothing of a type is received although somebody publishes, or empty."""
+    wanted = _type_name(kind)
+    offered = {p.topic_type for p in node.get_publishers_info_by_topic(node.resolve_topic_name(topic))}
+    if offered and wanted not in offered:
+        return f"its publishers offer {', '.join(sorted(offered))}, the node is set for {wanted}"
+    raw = topic.removesuffix("/compressed")
+    if not offered and raw != topic:
+        shown = node.resolve_topic_name(raw)
+        if beside := {p.topic_type for p in node.get_publishers_info_by_topic(shown)}:
+            return f"nobody publishes it, but {', '.join(sorted(beside))} on {shown}; the node is set for {wanted}"
+    return ""
+
+
+def _type_name(kind: type) -> str:
+    """``sensor_msgs.msg._image.Image`` -> ``sensor_msgs/msg/Image``."""
+    package, folder, *_ = kind.__module__.split(".")
+    return f"{package}/{folder}/{kind.__name__}"
