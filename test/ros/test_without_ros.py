@@ -47,7 +47,8 @@ for k in range(1, 200):
     clock[0] = now = Now(t0 + k * 66_666_667, 10**9 + k * 66_666_667)
     header = Msg(stamp=Msg(sec=now.ros_ns // 10**9, nanosec=now.ros_ns % 10**9))
     for camera in inputs.cameras.values():
-        msg = Msg(header=header, encoding="rgb8", height=18, width=32, step=96, is_bigendian=0, data=bytes(range(216)) * 8)
+        msg = Msg(header=header, encoding="rgb8", height=18, width=32, step=96, is_bigendian=0)
+        msg.data = bytes(range(216)) * 8
         camera.on_message(msg, now)
     inputs.joint_states.on_message(Msg(header=header, name=names, position=[0.5] * 8), now)
     loop.on_tick()
