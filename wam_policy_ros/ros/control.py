@@ -305,6 +305,7 @@ class ControlLoop:
         self.durations.add_all({"latency": result.latency_s, **result.chunk.timings_s})
         if result.started_s is not None and result.ended_s is not None:
             arrived_s = result.request.observation.arrived_ns * 1e-9
+            self.durations.add("frame_to_request", result.request.submitted_s - arrived_s)
             self.durations.add("frame_to_step", result.started_s - arrived_s)
             self.durations.add("step_to_publish", self._clock().steady_ns * 1e-9 - result.ended_s)
 

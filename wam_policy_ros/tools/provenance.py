@@ -6,29 +6,39 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from wam_policy_ros import __version__
 
+if TYPE_CHECKING:
+    import torch
+
+
+def host() -> dict[str, Any]:
+    """JSON-serialisable description of this machine and this code, as far as it is known without torch."""
+    return {
+        "wam_policy_ros": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "cpu": _cpu(),
+        "cpu_cores": os.cpu_count(),
+    }
+
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """JSON-serialisable description of this machine and this code."""
+    """``host`` and what torch runs on."""
+    import torch
+
     gpu: dict[str, Any] | None = None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu = {"name": properties.name, "memory_GiB": round(properties.total_memory / 2**30, 1)}
     return {
-        "wam_policy_ros": __version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
+        **host(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": getattr(torch.version, "hip", None),
-        "cpu": _cpu(),
         "cpu_threads": torch.get_num_threads(),
-        "cpu_cores": os.cpu_count(),
         "device": str(device),
         "gpu": gpu,
     }

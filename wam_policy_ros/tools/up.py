@@ -66,17 +66,29 @@ def config_file(name: str) -> Path:
         if path.is_file():
             return path
         raise ConfigError("configuration file not found", got=name)
+    try:
+        return packaged_file(f"{name}.yaml")
+    except ConfigError as error:
+        packaged = sorted({p.stem for place in _config_folders() for p in place.glob("*.yaml")})
+        raise ConfigError(
+            "no packaged configuration of this name",
+            got=repr(name),
+            expected=f"one of {packaged}, or a path that ends in .yaml",
+            remedy=error.remedy,
+        ) from None
+
+
+def packaged_file(name: str) -> Path:
+    """A file of ``config/`` by its name.
+
+    Raises:
+        ConfigError: it is nowhere; the message lists the places.
+    """
     places = _config_folders()
     for place in places:
-        if (place / f"{name}.yaml").is_file():
-            return place / f"{name}.yaml"
-    packaged = sorted({p.stem for place in places for p in place.glob("*.yaml")})
-    raise ConfigError(
-        "no packaged configuration of this name",
-        got=repr(name),
-        expected=f"one of {packaged}, or a path that ends in .yaml",
-        remedy=f"looked in {[str(p) for p in places]}",
-    )
+        if (place / name).is_file():
+            return place / name
+    raise ConfigError("packaged file not found", got=name, remedy=f"looked in {[str(p) for p in places]}")
 
 
 def _config_folders() -> list[Path]:
