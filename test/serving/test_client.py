@@ -258,7 +258,11 @@ def test_a_peer_that_does_not_read_is_given_up() -> None:
         ({"needs_stereo_camera": True}, "needs_stereo_camera"),
         ({"action_horizon": 10}, "action_horizon.*10.*24"),
         ({"control_rate_hz": 30.0}, "control_rate_hz.*30.*15"),
-        ({"camera_names": ["a", "b", "c"]}, "camera_names.*exterior_image_1_left"),
+        ({"contract": {"embodiment": "yam"}}, "embodiment.*yam.*oxe_droid"),
+        ({"contract": {"horizon": 16}}, "action_horizon.*16.*24"),
+        ({"contract": {"cameras": [{"name": "top"}]}}, "cameras.*top.*exterior_image_1_left"),
+        ({"contract": {"actions": [{"name": "joint_position", "dim": 6}]}}, "actions.*6.*gripper_position"),
+        ({"contract": {"frames_per_call": {"offsets_steps": [0]}}}, "frames.*-23"),
         ({"image_resolution": [0, 320]}, r"image_resolution.*\[0, 320\]"),
     ],
 )
@@ -273,6 +277,14 @@ def test_what_a_server_does_not_say_can_be_said_by_the_operator() -> None:
         assert connect(server.uri, action_space="joint_position").spec.action_space == "joint_position"
         with pytest.raises(ContractMismatch, match="joint_velocity"):
             connect(server.uri, action_space="joint_velocity")
+
+
+def test_what_a_server_says_about_its_weights_is_kept() -> None:
+    contract = {"weights": "RANDOM WEIGHTS (tiny)", "random_weights": True, "weights_hash": "ab12", "tier": "numeric"}
+    with ScriptServer(greeting={**GREETING, "contract": contract}) as server:
+        spec = connect(server.uri).spec
+    assert spec.random_weights and spec.weights == "RANDOM WEIGHTS (tiny)"
+    assert spec.details["server"]["weights_hash"] == "ab12" and spec.details["uri"] == server.uri
 
 
 def test_pictures_are_as_large_as_the_server_wants_them() -> None:

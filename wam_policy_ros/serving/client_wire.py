@@ -24,8 +24,8 @@ class Profile:
     Attributes:
         bare: a reply that is the array itself is an answer.
         mapped: a reply that is a map with the array under ``actions`` is an answer.
-        acknowledges: the reset message is answered by a TEXT frame that starts with this; ``map``: or by a map with
-            a ``status`` that does.
+        map_acknowledges: a reset is acknowledged by the TEXT frame ``reset successful``, or by a map whose ``status``
+            says so.
     """
 
     bare: bool
@@ -37,6 +37,7 @@ PROFILES = {
     "dreamzero": Profile(bare=True, mapped=True),
     "roboarena": Profile(bare=False, mapped=True),
     "vllm_omni": Profile(bare=True, mapped=True, map_acknowledges=True),
+    "openpi": Profile(bare=False, mapped=True),
 }
 ACKNOWLEDGED = "reset successful"
 
@@ -81,7 +82,7 @@ def read_greeting(greeting: object, expected: PolicySpec, *, action_space: str =
     """The spec of the server's policy.
 
     Args:
-        greeting: the first message, unpacked.
+        greeting: the first message, unpacked. Servers of this package add a ``contract`` where the dialect allows it.
         expected: what this side was configured for.
         action_space: what the operator knows of a server that does not say it.
 
@@ -95,41 +96,68 @@ def read_greeting(greeting: object, expected: PolicySpec, *, action_space: str =
         raise ContractMismatch(
             "the policy server greets with something else than a map", got=type(greeting).__name__, expected="a map"
         )
-    announced = greeting.get("action_space") or action_space
-    if not announced:
+    contract = greeting.get("contract", {})
+    contract = contract if isinstance(contract, Mapping) else {}
+    if not (greeting.get("action_space") or action_space):
         raise ContractMismatch(
             "the policy server does not say what its actions are",
             got=f"a greeting with {sorted(map(str, greeting)) or 'nothing'}",
             expected=f"action_space {expected.action_space}",
             remedy="use a server that announces it, or set server.action_space to what its documentation says",
         )
-    wanted: dict[str, object] = {
-        "action_space": expected.action_space,
-        "embodiment": expected.embodiment,
-        "action_horizon": expected.horizon,
-        "action_dim": expected.action_dim,
-        "control_rate_hz": expected.control_rate_hz,
-        "camera_names": [c.name for c in expected.cameras],
-        "frame_offsets": list(expected.frame_offsets),
-        "needs_stereo_camera": False,
-    }
-    exterior = [c.name for c in expected.cameras if c.name.startswith("exterior_image_")]
-    if exterior:
-        wanted |= {"n_external_cameras": len(exterior), "needs_wrist_camera": True}
-    for key, value in wanted.items():
-        got = announced if key == "action_space" else greeting.get(key)
-        if got is not None and not _equal(got, value):
-            raise ContractMismatch(f"the policy server has another {key}", got=got, expected=value, remedy=_REMEDY)
-    cameras = tuple(_sized(c, greeting.get("image_resolution")) for c in expected.cameras)
-    weights = greeting.get("weights")
-    known = {*wanted, "image_resolution", "weights", "random_weights", "needs_session_id"}
+    for name, got, wanted in _announced(greeting, contract, expected, action_space):
+        if got is not None and not _equal(got, wanted):
+            raise ContractMismatch(f"the policy server has another {name}", got=got, expected=wanted, remedy=_REMEDY)
+    weights = contract.get("weights") or greeting.get("weights")
+    known = {k: _plain(v) for k, v in {**greeting, **contract, **_maps(contract.get("details"))}.items()}
     return replace(
         expected,
-        cameras=cameras,
+        cameras=tuple(_sized(c, greeting.get("image_resolution")) for c in expected.cameras),
         weights=str(weights) if weights else "of a policy server that does not name them",
-        random_weights=bool(greeting.get("random_weights", False)),
-        details={"server": {str(k): _plain(v) for k, v in greeting.items() if k not in known}},
+        random_weights=bool(contract.get("random_weights", greeting.get("random_weights", False))),
+        details={"server": {str(k): v for k, v in known.items() if isinstance(v, bool | int | float | str)}},
     )
+
+
+def _announced(
+    greeting: Mapping[Any, Any], contract: Mapping[Any, Any], expected: PolicySpec, action_space: str
+) -> list[tuple[str, object, object]]:
+    """(name, what the server says or None, what is needed), in the order of importance."""
+
+    def said(key: str, short: str) -> object:
+        return greeting.get(key, contract.get(short))
+
+    actions = [(f.name, f.dim) for f in expected.action]
+    state = [(f.name, f.dim) for f in expected.state]
+    out: list[tuple[str, object, object]] = [
+        ("action_space", greeting.get("action_space") or action_space, expected.action_space),
+        ("embodiment", said("embodiment", "embodiment"), expected.embodiment),
+        ("action_horizon", said("action_horizon", "horizon"), expected.horizon),
+        ("action_dim", greeting.get("action_dim"), expected.action_dim),
+        ("control_rate_hz", said("control_rate_hz", "control_rate_hz"), expected.control_rate_hz),
+        ("cameras", _names(contract.get("cameras")), [c.name for c in expected.cameras]),
+        ("actions", _fields(contract.get("actions")), actions),
+        ("state", _fields(contract.get("state")), state),
+        ("frames", _maps(contract.get("frames_per_call")).get("offsets_steps"), list(expected.frame_offsets)),
+        ("needs_stereo_camera", greeting.get("needs_stereo_camera"), False),
+    ]
+    exterior = [c.name for c in expected.cameras if c.name.startswith("exterior_image_")]
+    if exterior:
+        out.append(("n_external_cameras", greeting.get("n_external_cameras"), len(exterior)))
+        out.append(("needs_wrist_camera", greeting.get("needs_wrist_camera"), True))
+    return out
+
+
+def _maps(value: object) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _names(value: object) -> list[object] | None:
+    return [_maps(one).get("name") for one in value] if isinstance(value, list) else None
+
+
+def _fields(value: object) -> list[tuple[object, object]] | None:
+    return [(_maps(f).get("name"), _maps(f).get("dim")) for f in value] if isinstance(value, list) else None
 
 
 _REMEDY = "start the server for this robot, or set embodiment and server.uri to what belongs together"
