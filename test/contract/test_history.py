@@ -80,6 +80,16 @@ def test_first_call_uses_the_newest_of_four_and_the_others_are_kept():
     assert _ids(history.draw(False), "wrist_image_left") == [51, 52, 53, 54]
 
 
+def test_without_stamps_each_camera_appends_what_it_brings():
+    """Four frames of one camera and one of the others, as in the recorded request."""
+    history = FrameHistory(SPEC)
+    many, few = _unstamped(0, 4), _unstamped(3, 1)
+    history.add(replace(many, frames={**few.frames, CAMERAS[0]: many.frames[CAMERAS[0]]}))
+    drawn = history.draw(False)
+    assert _ids(drawn, CAMERAS[0]) == [0, 1, 2, 3] and _ids(drawn, CAMERAS[2]) == [53] * 4
+    assert drawn.padded == 2 * 3
+
+
 def test_padding_is_reported():
     history = FrameHistory(SPEC)
     history.add(_unstamped(0, 1))
@@ -277,6 +287,17 @@ def _with(camera, image) -> Observation:
     return replace(observation, frames={**observation.frames, camera: image})
 
 
+def _with_counts() -> Observation:
+    observation = _stamped([0, 10])
+    one = {CAMERAS[0]: observation.frames[CAMERAS[0]][-1:]}
+    stamps = {CAMERAS[0]: observation.frame_stamps_ns[CAMERAS[0]][-1:]}
+    return replace(
+        observation,
+        frames={**observation.frames, **one},
+        frame_stamps_ns={**observation.frame_stamps_ns, **stamps},
+    )
+
+
 def _with_stamps(stamps) -> Observation:
     observation = _stamped([0, 10])
     return replace(observation, frame_stamps_ns={**observation.frame_stamps_ns, CAMERAS[1]: np.asarray(stamps)})
@@ -293,7 +314,7 @@ def _with_stamps(stamps) -> Observation:
         (_with(CAMERAS[0], np.zeros((1, 3, 2, 3), np.uint8).transpose(0, 3, 1, 2)), InvalidImage, "channels last"),
         (_with(CAMERAS[0], np.zeros((1, 2, 3, 4), np.uint8)), InvalidImage, "three channels"),
         (_with(CAMERAS[0], np.zeros((0, 2, 3, 3), np.uint8)), InvalidImage, "T >= 1"),
-        (_with(CAMERAS[0], np.zeros((2, 2, 3, 3), np.uint8)), InvalidImage, "different numbers"),
+        (_with_counts(), InvalidImage, "different numbers"),
         (_with_stamps([0]), ObservationError, "one integer stamp per frame"),
         (_with_stamps([0.0, 1.0]), ObservationError, "one integer stamp per frame"),
         (_with_stamps([10, 10]), ObservationError, "strictly increase"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from test.golden_files import GOLDEN_DIR
-from wam_policy_ros.serving.codec import DTYPES, MAX_DEPTH, CodecError, pack, unpack
+from wam_policy_ros.serving.codec import DTYPES, MAX_DEPTH, CodecError, _count_nodes, decode, pack, unpack
 
 FRAMES = GOLDEN_DIR / "msgpack"
 NAMES = (
@@ -231,3 +231,158 @@ def test_arrays_out_of_order_in_memory_travel_in_c_order():
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_any_buffer(kind):
     assert unpack(kind(pack({"a": 1}))) == {"a": 1}
+
+
+# -- the test vectors of the OpenPI spec, 1.5 -------------------------------------------------------------------------
+
+_ROWS = np.array([[0.5, -1.0], [2.0, 1.0]], dtype=np.float32)
+VECTORS = {
+    "TV1": ({"endpoint": "reset"}, "81a8656e64706f696e74a57265736574"),
+    "TV2": (
+        {"observation/joint_position": np.arange(7, dtype=np.float32), "prompt": "hi"},
+        "82ba6f62736572766174696f6e2f6a6f696e745f706f736974696f6e84c40b5f5f6e6461727261795f5fc3c40464617461c41c0000000000"
+        "00803f0000004000004040000080400000a0400000c040c4056474797065a33c6634c40573686170659107a670726f6d7074a26869",
+    ),
+    "TV3": (
+        {"actions": _ROWS, "policy_timing": {"infer_ms": 2.0}, "server_timing": {"infer_ms": 1.5}},
+        "83a7616374696f6e7384c40b5f5f6e6461727261795f5fc3c40464617461c4100000003f000080bf000000400000803fc4056474797065"
+        "a33c6634c4057368617065920202ad706f6c6963795f74696d696e6781a8696e6665725f6d73cb4000000000000000ad7365727665725f"
+        "74696d696e6781a8696e6665725f6d73cb3ff8000000000000",
+    ),
+    "TV4": (
+        _ROWS,
+        "84c40b5f5f6e6461727261795f5fc3c40464617461c4100000003f000080bf000000400000803fc4056474797065a33c6634c405736861"
+        "7065920202",
+    ),
+    "TV5": (
+        {
+            "image_resolution": [180, 320],
+            "needs_wrist_camera": True,
+            "n_external_cameras": 2,
+            "needs_stereo_camera": False,
+            "needs_session_id": True,
+            "action_space": "joint_position",
+        },
+        "86b0696d6167655f7265736f6c7574696f6e92ccb4cd0140b26e656564735f77726973745f63616d657261c3b26e5f65787465726e616c"
+        "5f63616d6572617302b36e656564735f73746572656f5f63616d657261c2b06e656564735f73657373696f6e5f6964c3ac616374696f6e"
+        "5f7370616365ae6a6f696e745f706f736974696f6e",
+    ),
+    "TV6a": (np.float32(1.5), "83c40d5f5f6e7067656e657269635f5fc3c40464617461cb3ff8000000000000c4056474797065a33c6634"),
+    "TV6b": (
+        np.zeros((0, 8), np.float32),
+        "84c40b5f5f6e6461727261795f5fc3c40464617461c400c4056474797065a33c6634c4057368617065920008",
+    ),
+    "TV7": (
+        {"endpoint": "reset", "session_ids": ["a", "b"]},
+        "82a8656e64706f696e74a57265736574ab73657373696f6e5f69647392a161a162",
+    ),
+}
+TV8 = "81a16185c4026e64c3c40474797065a33c6634c4046b696e64c400c40573686170659103c40464617461c40c000000000000803f00000040"
+TV9 = "84c40b5f5f6e6461727261795f5fc3c40464617461c4084141414141414141c4056474797065a27c4fc40573686170659101"
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_published_vectors_both_ways(name):
+    value, text = VECTORS[name]
+    assert pack(value).hex() == text
+    assert _same(unpack(bytes.fromhex(text)), value)
+
+
+def test_the_second_codec_both_ways():
+    value = {"a": np.arange(3, dtype=np.float32)}
+    message = decode(bytes.fromhex(TV8))
+    assert message.codec == "msgpack_numpy" and _same(message.value, value)
+    assert pack(value, "msgpack_numpy").hex() == TV8
+    scalar = {"a": np.float32(1.5), "b": [np.bool_(True)]}
+    assert _same(unpack(pack(scalar, "msgpack_numpy")), scalar)
+
+
+def test_tv9_is_refused_before_it_is_an_array():
+    with pytest.raises(CodecError, match=r"dtype '\|O'"):
+        unpack(bytes.fromhex(TV9))
+
+
+@settings(deadline=None)
+@given(MESSAGES)
+def test_unpack_undoes_pack_in_the_second_codec(message):
+    try:
+        raw = pack(message, "msgpack_numpy")
+    except CodecError:  # lone surrogates
+        return
+    assert _same(unpack(raw), message)
+
+
+@pytest.mark.parametrize(
+    ("value", "codec"),
+    [
+        ({"__ndarray__": True, "data": bytes(8), "dtype": "float32", "shape": [2]}, "openpi"),
+        ({b"__ndarray__": True, b"data": bytes(8), b"dtype": b"<f4", b"shape": [2]}, "openpi"),
+        ({"nd": True, "type": b"<f4", "kind": "f", "shape": [2], "data": bytes(8)}, "msgpack_numpy"),
+        ({b"nd": True, b"type": "<f4", b"shape": [2], b"data": bytes(8)}, "msgpack_numpy"),
+    ],
+)
+def test_keys_as_text_or_bytes_and_dtypes_by_name(value, codec):
+    message = decode(msgpack.packb({"a": value}))
+    assert message.codec == codec and _same(message.value["a"], np.zeros(2, np.float32))
+
+
+def test_plain_messages_tell_no_codec():
+    assert decode(pack({"endpoint": "reset"})).codec is None
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickle.dumps([1])}, "dtype '|O'"),
+        ({b"nd": True, b"type": [["a", "<f4"]], b"kind": b"V", b"shape": [1], b"data": bytes(4)}, "dtype"),
+        ({b"nd": True, b"type": "<f4", b"kind": b"O", b"shape": [1], b"data": bytes(4)}, "kind 'O'"),
+        ({b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [2], b"data": bytes(4)}, "4 bytes"),
+        ({b"nd": False, b"type": "<f4", b"data": bytes(8)}, "8 bytes"),
+        ({b"nd": 1, b"type": "<f4", b"data": bytes(4)}, "must be true or false"),
+        ({b"__ndarray__": False, b"data": bytes(4), b"dtype": "<f4", b"shape": [1]}, "must be true"),
+        ({b"__ndarray__": True, b"data": bytes(4), "data": bytes(4), b"dtype": "<f4", b"shape": [1]}, "twice"),
+        ({b"__ndarray__": True, b"data": bytes(16), b"dtype": "<f16", b"shape": [1]}, "dtype"),
+        ({b"__ndarray__": True, b"data": bytes(16), b"dtype": "float128", b"shape": [1]}, "dtype"),
+    ],
+)
+def test_half_an_array_is_refused_by_key(value, words):
+    with pytest.raises(CodecError) as e:
+        unpack(msgpack.packb({"k": value}))
+    assert e.value.field == "k" and words in str(e.value)
+
+
+def test_two_codecs_in_one_message_are_refused():
+    raw = msgpack.packb({"a": _array(), "b": {b"nd": False, b"type": "<f4", b"data": bytes(4)}})
+    with pytest.raises(CodecError, match="mixes"):
+        unpack(raw)
+
+
+def test_values_are_counted_before_they_are_made():
+    bomb = b"\xdd\x00\x00\x40\x00" + b"\x01" * 16384
+    with pytest.raises(CodecError, match="too many values"):
+        unpack(bomb)
+    nested = bytes([0xDC, 0x01, 0x00]) + (bytes([0xDC, 0x01, 0x00]) + b"\xc0" * 256) * 256
+    with pytest.raises(CodecError, match="too many values"):
+        unpack(nested)
+    assert len(unpack(pack(list(range(16000))))) == 16000
+
+
+@settings(deadline=None)
+@given(MESSAGES)
+def test_counting_agrees_with_the_unpacker(message):
+    """A walk that lost its place would call a good message bad, or the other way round."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, dict):
+            return 1 + sum(1 + count(v) for v in value.values())
+        return 1 + (sum(map(count, value)) if isinstance(value, list) else 0)
+
+    raw = msgpack.packb(message, default=lambda o: {"x": o.tobytes()}, unicode_errors="replace")
+    assert _count_nodes(raw) == count(msgpack.unpackb(raw))
+
+
+def test_a_message_of_any_length_has_a_short_error():
+    for raw in (pack({"a" * 100_000: _array(dtype="|O")}), pack({"a": _array(shape=[1] * 10_000)})):
+        with pytest.raises(CodecError) as e:
+            unpack(raw)
+        assert len(str(e.value)) < 1500

@@ -147,12 +147,13 @@ class FrameHistory:
 
         Raises:
             MissingInput: a camera of the spec is absent, or has no frame since the session's start.
-            InvalidImage: not uint8, not the camera's raw size, or cameras with different numbers of frames.
+            InvalidImage: not uint8, not the camera's raw size, or stamped cameras with different numbers of frames.
+                Without stamps each camera's frames are appended, however many (DreamZero spec 1.1).
             StaleInput: a camera's newest frame is older than everything still held of it (a clock was set back).
             ObservationError: stamps do not fit the frames, or a session mixes frames with and without stamps.
         """
-        _check_images(observation, self._spec.cameras)
         stamped = observation.frame_stamps_ns is not None
+        _check_images(observation, self._spec.cameras, equal_counts=stamped)
         if self._stamped is not None and stamped != self._stamped:
             names = {True: "with stamps", False: "without stamps"}
             raise ObservationError(
@@ -251,7 +252,7 @@ class FrameHistory:
         return out
 
 
-def _check_images(observation: Observation, cameras: Sequence[CameraSpec]) -> None:
+def _check_images(observation: Observation, cameras: Sequence[CameraSpec], *, equal_counts: bool) -> None:
     if not isinstance(observation.frames, Mapping):
         raise ObservationError(
             "the frames are not a mapping",
@@ -284,7 +285,7 @@ def _check_images(observation: Observation, cameras: Sequence[CameraSpec]) -> No
                 remedy="height before width, three channels last, frames first; resize before sending",
             )
         counts[name] = len(image)
-    if len(set(counts.values())) > 1:
+    if equal_counts and len(set(counts.values())) > 1:
         raise InvalidImage(
             "cameras carry different numbers of frames",
             field=", ".join(counts),

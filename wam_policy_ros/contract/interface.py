@@ -161,7 +161,7 @@ class Observation:
 
     Attributes:
         frames: camera name -> uint8 ``[T, H, W, 3]`` RGB, oldest first. T may be 1 (only the newest frame) or more;
-            every camera carries the same T.
+            with stamps every camera carries the same T.
         state: field name -> float64 ``[dim]`` in the units of the spec.
         prompt: instruction in plain language.
         stamp_ns: time of the newest frame on the robot's clock in ns, or None when the caller has no clock.
