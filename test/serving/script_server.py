@@ -34,6 +34,7 @@ class ScriptServer:
 
     Attributes:
         requests: (number of the connection, unpacked request).
+        raw: the same as bytes.
         headers: of each handshake.
     """
 
@@ -47,6 +48,7 @@ class ScriptServer:
     ) -> None:
         self._answer, self.greeting, self._process = answer, greeting, process_request
         self.requests: list[tuple[int, dict[str, Any]]] = []
+        self.raw: list[bytes] = []
         self.headers: list[Any] = []
         self.open: list[ServerConnection] = []
         self._server = serve(
@@ -66,7 +68,9 @@ class ScriptServer:
             greeting = self.greeting() if callable(self.greeting) else self.greeting
             ws.send(greeting if isinstance(greeting, str | bytes) else pack(greeting))
             for message in ws:
-                request = unpack(message)  # type: ignore[arg-type]
+                assert isinstance(message, bytes)
+                self.raw.append(message)
+                request = unpack(message)
                 self.requests.append((connection, request))
                 reset = request.get("endpoint") == "reset"
                 reply = self._answer(request, len(self.requests)) if not reset else self.on_reset(request)

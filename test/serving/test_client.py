@@ -130,6 +130,15 @@ def test_nothing_but_a_whole_finite_chunk_is_an_answer(reply: Any, error: type, 
             policy.infer(policy.open(), look())
 
 
+def test_the_other_codec() -> None:
+    with ScriptServer() as server:
+        policy = connect(server.uri, codec="msgpack_numpy")
+        chunk = policy.infer(policy.open("é"), look())
+        assert (chunk.actions == 1).all() and b"\xc4\x02nd" in server.raw[0] and b"__ndarray__" not in server.raw[0]
+    with pytest.raises(ConfigError, match="codec"):
+        config("ws://h:1", codec="json")
+
+
 def test_roboarena_replies_are_maps() -> None:
     with ScriptServer() as server:
         policy = connect(server.uri, dialect="roboarena")

@@ -1,10 +1,11 @@
-"""Where the policy comes from. The only file of this room that knows the engine."""
+"""Where the policy comes from. The only file of this room that knows the engine and the OpenPI client."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from wam_policy_ros.contract.errors import MissingDependency
+from wam_policy_ros.contract.errors import ConfigError, MissingDependency
 from wam_policy_ros.contract.fakes import HoldPolicy
 from wam_policy_ros.contract.interface import Policy
 
@@ -19,8 +20,10 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
         progress: called with a line and a fraction 0 to 1; may raise ``Cancelled`` to give up.
 
     Raises:
-        CheckpointError, ConfigError, MissingDependency: from the engine; the message says what to do.
+        CheckpointError, ConfigError, MissingDependency: from the engine or the client; the message says what to do.
     """
+    if params.backend == "openpi":
+        return _remote(params, progress)
     if params.backend == "hold":
         progress("hold policy, no network", 1.0)
         return HoldPolicy(embodiment=params.embodiment)
@@ -50,3 +53,39 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
         ),
         progress=progress,
     )
+
+
+def _remote(params: NodeParameters, progress: Callable[[str, float], None]) -> Policy:
+    """A policy server's policy; waits for the server as long as ``progress`` lets it."""
+    try:
+        # Imported here: who runs the network in this process needs no websockets.
+        from wam_policy_ros.serving.client import ClientConfig, connect_policy
+        from wam_policy_ros.serving.client_link import LinkConfig
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "wam_policy_ros":
+            raise
+        raise MissingDependency(package, "serve", "backend openpi") from error
+    config = ClientConfig(
+        link=LinkConfig(params.server_uri, api_key=secret(params.server_api_key)),
+        embodiment=params.embodiment,
+        dialect=params.server_dialect,
+        codec=params.server_codec,
+        timeout_s=params.server_timeout_s,
+        action_space=params.server_action_space,
+    )
+    return connect_policy(config, progress)
+
+
+def secret(value: str) -> str:
+    """A key that is given as it is, or as ``file:PATH``. Raises ConfigError when there is no key in the file."""
+    if not value.startswith("file:"):
+        return value
+    path = Path(value.removeprefix("file:")).expanduser()
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the file with the key cannot be read", got=f"{path}: {error}") from error
+    if not key:
+        raise ConfigError("the file with the key is empty", got=path)
+    return key

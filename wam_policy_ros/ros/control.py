@@ -18,6 +18,7 @@ from wam_policy_ros.contract.errors import (
     LateChunk,
     MissingInput,
     ObservationError,
+    PolicyUnavailable,
     PromptError,
     UnsafeChunk,
     WamError,
@@ -35,6 +36,9 @@ from .streams import Now
 from .worker import InferenceWorker, Phase, Request, Result
 
 MAX_LATE_IN_A_ROW = 2
+RETRY_S = 1.0
+"""How often a policy that went away is asked again."""
+
 _LATENCY_WEIGHT = 0.3  # of the newest value in the running mean
 
 FRESH_S = 0.005
@@ -99,7 +103,7 @@ class ControlLoop:
         self._asked_ns = 0  # stamp of the newest observation the policy was asked about in this session
         self._reference_ns = 0  # the newest moment that every camera had reached at the last image; 0: images not told
         self._in_flight: Request | None = None
-        self._input_lost = self._input_refused = self._was_sound = False
+        self._input_lost = self._input_refused = self._was_sound = self._policy_lost = False
         self._refused_prompt: str | None = None
         self._late_in_a_row = 0
         self._said: tuple[Substate, str] = (Substate.INACTIVE, "")
@@ -116,7 +120,7 @@ class ControlLoop:
         if self._mean_latency_s is None and (warm_up_s := self._worker.status.warm_up_s):
             self._mean_latency_s = warm_up_s[-1]
         self.fault, self._refused_prompt = "", None
-        self._input_lost = self._input_refused = self._was_sound = False
+        self._input_lost = self._input_refused = self._was_sound = self._policy_lost = False
         self._say(Substate.WAITING, "activated", log=False)
         self._new_session()
 
@@ -243,7 +247,7 @@ class ControlLoop:
             # That there is no frame of this session yet is over with the next one: not worth a line, nor the place of
             # what made the policy refuse the last one.
             waits = isinstance(error, MissingInput)
-            if not (waits and self._input_refused):
+            if not (waits and (self._input_refused or self._policy_lost)):
                 substate = self.substate if self.substate is Substate.RUNNING else Substate.WAITING
                 self._say(substate, str(error), error.what, log=not waits)
             return
@@ -259,7 +263,7 @@ class ControlLoop:
         self.counters["padded"] += observation.padded
         self._in_flight = Request(self._generation, self.session_id, observation, now.steady_ns * 1e-9)
         self._worker.submit(self._in_flight)
-        if self.step == 0 and not self._input_refused:
+        if self.step == 0 and not self._input_refused and not self._policy_lost:
             self._say(Substate.WAITING, "the policy works on its first chunk", log=False)
 
     def _on_chunk(self, result: Result) -> None:
@@ -291,7 +295,7 @@ class ControlLoop:
         before = self._joints.command(rows[skipped - 1 : skipped])[0] if skipped else None
         self._output.publish(self._joints.command(run.rows), run.time_from_start_s, now.ros_ns, before=before)
         self._measure(result)
-        self._late_in_a_row, self._input_refused = 0, False
+        self._late_in_a_row, self._input_refused, self._policy_lost = 0, False, False
         self.counters["chunks"] += 1
         self._plan_next(now.ros_ns + round((run.time_from_start_s[0] - (skipped + 1) * dt_s) * 1e9))
         if self.substate is not Substate.RUNNING:
@@ -359,6 +363,8 @@ class ControlLoop:
         elif isinstance(error, ObservationError):
             self._lose_input(error)
             self._input_refused = True
+        elif isinstance(error, PolicyUnavailable):
+            self._lose_policy(error)
         else:
             self.latch(str(error))
 
@@ -371,6 +377,15 @@ class ControlLoop:
         if not self.prompt:
             reason, key = f"{self._no_instruction()}; {reason}", f"{key}, instruction"
         self._say(Substate.WAITING if never_moved else Substate.HOLDING, reason, key)
+
+    def _lose_policy(self, error: PolicyUnavailable) -> None:
+        """A policy on another machine that is out of reach is no fault of the robot's: hold, and go on with a new
+        session when it is back, as after lost input."""
+        self._policy_lost = True
+        self.counters["policy_lost"] += 1
+        self._new_session()
+        self._due_ns = self._clock().ros_ns + round(RETRY_S * 1e9)
+        self._say(Substate.HOLDING, str(error), error.what)
 
     def _recover(self) -> None:
         """Go on with the session that began when the inputs were lost."""
@@ -389,7 +404,7 @@ class ControlLoop:
 
     def latch(self, reason: str) -> None:
         """Stop and stay stopped until ``reset``."""
-        self.fault, self._input_refused = reason, False
+        self.fault, self._input_refused, self._policy_lost = reason, False, False
         self._log("error", f"fault: {reason}; holding until {self._reset_service} is called")
         try:
             self._new_session()
@@ -442,6 +457,7 @@ class ControlLoop:
                 "sessions": self.counters["sessions"],
                 "clock_jumps": self.counters["clock_jumps"],
                 "stop_and_go": self.counters["stop_and_go"],
+                "policy_lost": self.counters["policy_lost"],
                 "streams": self._inputs.counters(),
             },
         }

@@ -37,8 +37,8 @@ class NodeParameters:
     backend: str = _p(
         "engine",
         "backend",
-        "engine: the network in this process; hold: no network, the robot stands still (dry run)",
-        choices=("engine", "hold"),
+        "engine: the network in this process; openpi: a policy server; hold: no network, the robot stands still",
+        choices=("engine", "openpi", "hold"),
     )
     embodiment: str = _p("oxe_droid", "embodiment", "tag of the robot in the checkpoint's metadata.json")
     checkpoint: str = _p("", "checkpoint", "folder of the checkpoint")
@@ -78,6 +78,30 @@ class NodeParameters:
         "engine.dtype",
         "bfloat16 as published; auto: float32 on a CPU",
         choices=("auto", "bfloat16", "float32"),
+    )
+
+    server_uri: str = _p("", "server.uri", "backend openpi: address of the policy server, ws://HOST:PORT[/PATH]")
+    server_dialect: str = _p(
+        "dreamzero",
+        "server.dialect",
+        "how it replies; dreamzero: the array itself or a map; the others: a map with actions",
+        choices=("dreamzero", "roboarena", "vllm_omni", "openpi"),
+    )
+    server_codec: str = _p("openpi", "server.codec", "how arrays are written", choices=("openpi", "msgpack_numpy"))
+    server_timeout_s: float = _p(
+        8.0,
+        "server.timeout_s",
+        "a call that takes longer is given up: the robot holds, and goes on when the server answers again",
+        unit="s",
+        low=0.01,
+        high=3600.0,
+    )
+    server_api_key: str = _p("", "server.api_key", "key for the policy server, or file:PATH; parameters are no secret")
+    server_action_space: str = _p(
+        "",
+        "server.action_space",
+        "what a server that does not announce it is documented to send",
+        choices=("", "joint_position", "joint_velocity", "cartesian_position", "cartesian_velocity"),
     )
 
     cameras_topics: tuple[str, ...] = _p(
@@ -218,6 +242,16 @@ class NodeParameters:
             )
         if self.backend != "engine" and (self.checkpoint or self.random_weights):
             problems.append(f"backend {self.backend} uses no weights, but checkpoint or random_weights is set")
+        if (self.backend == "openpi") != bool(self.server_uri):
+            given = "it is empty" if self.backend == "openpi" else f"but backend is {self.backend}"
+            problems.append(
+                f"backend openpi and server.uri belong together; server.uri is {self.server_uri!r}, {given}"
+            )
+        if self.backend == "openpi" and self.server_timeout_s >= self.safety_deadline_s:
+            problems.append(
+                f"server.timeout_s ({self.server_timeout_s} s) must be shorter than safety.deadline_s "
+                f"({self.safety_deadline_s} s), which latches a fault"
+            )
         return problems
 
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySp
 
 from .client_link import Cancel, Link, LinkConfig, never
 from .client_wire import MAX_TEXT, acknowledged, infer_request, profile, read_actions, read_greeting, reset_request
-from .codec import CodecError, pack, unpack
+from .codec import Codec, CodecError, pack, unpack
 
 Progress = Callable[[str, float], None]
 
@@ -49,6 +49,7 @@ class ClientConfig:
         link: address, key, limits.
         embodiment: tag of the robot the server must serve.
         dialect: see ``client_wire.PROFILES``.
+        codec: how arrays are written, ``openpi`` or ``msgpack_numpy``; replies are read in either.
         timeout_s: a call that takes longer is given up; a reconnection counts.
         greeting_s: how long a connected server may withhold its greeting, as it does while it loads.
         retry_s: between two attempts to reach a server that is not there yet.
@@ -58,6 +59,7 @@ class ClientConfig:
     link: LinkConfig
     embodiment: str = "oxe_droid"
     dialect: str = "dreamzero"
+    codec: str = "openpi"
     timeout_s: float = 8.0
     greeting_s: float = 10.0
     retry_s: float = 1.0
@@ -65,6 +67,8 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         profile(self.dialect)
+        if self.codec not in get_args(Codec):
+            raise ConfigError("unknown codec", got=repr(self.codec), expected=f"one of {get_args(Codec)}")
         for name in ("timeout_s", "greeting_s", "retry_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} of the policy server must be more than 0 s", got=getattr(self, name))
@@ -99,6 +103,7 @@ class RemotePolicy:
 
     def __init__(self, config: ClientConfig, link: Link, spec: PolicySpec) -> None:
         self._config, self._profile = config, profile(config.dialect)
+        self._codec = cast(Codec, config.codec)
         self._link: Link | None = link
         self._forgotten: list[str] = []
         self.spec = spec
@@ -125,7 +130,7 @@ class RemotePolicy:
         drawn = history.draw(first_call=session.step == 0)
         _check_state(observation, self.spec)
         request = infer_request(drawn.frames, observation, self.spec, session.session_id)
-        message = pack(request if session.seed is None else {**request, "seed": session.seed})
+        message = pack(request if session.seed is None else {**request, "seed": session.seed}, self._codec)
         cancel = cancelled or never
         sent_s = time.monotonic()
         link = self._linked(session, deadline_s, cancel)
