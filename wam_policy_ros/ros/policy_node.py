@@ -19,21 +19,17 @@ from std_msgs.msg import String
 from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory
 
-from wam_policy_ros.contract.embodiment import get_embodiment
 from wam_policy_ros.contract.errors import ConfigError, NotReady
-from wam_policy_ros.contract.fakes import spec_of
-from wam_policy_ros.contract.interface import Policy, PolicySpec
+from wam_policy_ros.contract.interface import Policy
 
 from . import parameters
+from .assembly import Assembly, assemble
 from .backend import make_policy
 from .bridge import find_bridge
-from .checks import check_fit, check_rate, check_steps, other_publishers
+from .checks import other_publishers
 from .control import ControlLoop
-from .inputs import Inputs
-from .joints import JointMap
 from .lifecycle import Autostart, steady_clock, transition
 from .messages import trajectory_to_msg
-from .outputs import TrajectoryOutput
 from .parameters import NodeParameters
 from .progress import ProgressLog
 from .qos import latched_qos
@@ -56,7 +52,7 @@ class _Parts:
     """What exists between configure and cleanup."""
 
     params: NodeParameters
-    expected: PolicySpec
+    robot: Assembly
     worker: InferenceWorker
     control: ControlLoop
     monitor: Monitor
@@ -146,8 +142,7 @@ class PolicyNode(LifecycleNode):
         status = parts.worker.status
         if status.phase is not Phase.READY or status.spec is None:
             raise NotReady("the policy is not ready", got=f"{status.phase.value}: {status.message}")
-        check_fit(parts.expected, status.spec)
-        check_steps(parts.params, status.spec)
+        parts.robot.check(status.spec)
         if status.spec.random_weights:
             label, weights = "RANDOM WEIGHTS: not a policy", status.spec.weights
             self.get_logger().warning(weights if weights.startswith("RANDOM WEIGHTS") else f"{label} ({weights})")
@@ -193,35 +188,12 @@ class PolicyNode(LifecycleNode):
 
     def _build(self, params: NodeParameters, entities: ExitStack) -> _Parts:
         """Everything of one configuration. What has to be destroyed later is put on ``entities`` as it is created."""
-        expected = spec_of(get_embodiment(params.embodiment), weights="")
-        check_rate(params, expected)
-        joints = JointMap.build(
-            expected.state,
-            expected.action,
-            names=params.joints_names,
-            ignore_fields=params.output_ignore_fields,
-            gripper_open=params.gripper_open,
-            gripper_closed=params.gripper_closed,
-        )
-
-        def warn(line: str) -> None:
-            self._log("warn", line)
-
-        def tell(line: str) -> None:
-            self._log("info", line)
-
         bridge, text = find_bridge() if params.image_cv_bridge and not params.image_compressed else (None, "")
         if text:
-            tell(text)
-        inputs = Inputs(params, expected, joints, warn=warn, resolve=self.resolve_topic_name, tell=tell, bridge=bridge)
+            self._log("info", text)
         publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
         entities.callback(self.destroy_lifecycle_publisher, publisher)
         entities.callback(publisher.wait_for_all_acked, Duration(seconds=ACKED_S))
-        output = TrajectoryOutput(
-            lambda plan: publisher.publish(trajectory_to_msg(plan)),
-            joints.command_names,
-            with_velocities=params.control_publish_velocities,
-        )
         video = VideoOutput(self)
         entities.callback(video.destroy)
         worker = InferenceWorker(
@@ -232,19 +204,24 @@ class PolicyNode(LifecycleNode):
             after_step_wanted=video.wanted,
             after_step_share=params.pictures_time_share,
         )
-        control = ControlLoop(
+        robot = assemble(
             params,
-            joints,
-            inputs,
-            worker,
-            output,
+            worker=worker,
+            send=lambda plan: publisher.publish(trajectory_to_msg(plan)),
             clock=self.now,
             simulated=self.get_parameter("use_sim_time").value is True,
             changed=self.publish_state,
             log=self._log,
+            resolve=self.resolve_topic_name,
+            bridge=bridge,
             prompt_topic=self.resolve_topic_name("~/prompt"),
             reset_service=self.resolve_service_name("~/reset"),
         )
+        control, inputs = robot.control, robot.inputs
+
+        def warn(line: str) -> None:
+            self._log("warn", line)
+
         subscribe(
             self, inputs, params, entities, clock=self.now, guard=self._safely, warn=warn, after_image=control.on_image
         )
@@ -254,17 +231,17 @@ class PolicyNode(LifecycleNode):
         entities.callback(self.destroy_subscription, prompt)
         reset = self.create_service(Trigger, "~/reset", self._on_reset)
         entities.callback(self.destroy_service, reset)
-        period_s = 1.0 / expected.control_rate_hz
-        monitor = Monitor(inputs, expected.control_rate_hz)
+        rate_hz = robot.expected.control_rate_hz
+        monitor = Monitor(inputs, rate_hz)
 
         def on_tick() -> None:
             monitor.ticks.tick(time.monotonic())
             control.on_tick()
 
-        tick = self.create_timer(period_s, lambda: self._safely(on_tick), clock=steady_clock())
+        tick = self.create_timer(1.0 / rate_hz, lambda: self._safely(on_tick), clock=steady_clock())
         entities.callback(self.destroy_timer, tick)
         progress = ProgressLog(lambda line: self._log("info", line))
-        return _Parts(params, expected, worker, control, monitor, progress, entities)
+        return _Parts(params, robot, worker, control, monitor, progress, entities)
 
     def _release(self, timeout_s: float) -> None:
         parts, self._parts = self._parts, None
