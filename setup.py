@@ -24,7 +24,8 @@ ROS_KILTED = [
 ]
 
 ENGINE = ["torch>=2.5", "safetensors>=0.4.3", "tokenizers>=0.20", "ftfy>=6.1"]
-SERVE = ["websockets>=15", "msgpack>=1.0.8"]
+# Before 15 the asyncio server cannot do all that is needed: proxies off, pings without a deadline.
+SERVE = ["websockets>=15", "msgpack>=1.0.8", "prometheus_client>=0.20", "pillow>=10"]
 # Headless: it needs no X libraries. On a machine with ROS 2 the distribution's python3-opencv is used instead.
 VISION = ["opencv-python-headless>=4.8"]
 REPORT = ["av>=12", "matplotlib>=3.8"]

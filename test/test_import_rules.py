@@ -48,6 +48,7 @@ HOMES: dict[str, set[str]] = {
     "triton": {"engine/kernels"},
     "websockets": {"serving"},
     "msgpack": {"serving"},
+    "prometheus_client": {"serving"},
     "PIL": {"serving"},
     "mujoco": {"sim"},
     "cv2": {"ros", "sim", "tools"},

@@ -154,9 +154,10 @@ class RequestReader:
         if value is None:
             return None
         limit = self._rules.max_session_id_chars
-        if not isinstance(value, str) or not 0 < len(value) <= limit:
-            got = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
-            raise ObservationError(f"{field} is unusable", field=field, got=got, expected=f"text of 1 to {limit}")
+        if not isinstance(value, str) or not 0 < len(value) <= limit or "\0" in value:
+            got = repr(value)[:40] if isinstance(value, str) else type(value).__name__
+            expected = f"text of 1 to {limit} characters, without NUL"
+            raise ObservationError(f"{field} is unusable", field=field, got=got, expected=expected)
         return value
 
     # -- pictures -----------------------------------------------------------------------------------------------------

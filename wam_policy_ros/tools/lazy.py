@@ -16,6 +16,7 @@ _EXTRAS = {"torch": "engine", "safetensors": "engine", "ftfy": "engine", "tokeni
     "rclpy": "ros-kilted",
     "msgpack": "serve",
     "websockets": "serve",
+    "prometheus_client": "serve",
 }
 
 

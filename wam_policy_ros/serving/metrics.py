@@ -1,0 +1,55 @@
+"""What ``/metrics`` tells Prometheus. One registry per server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counters, gauges and histograms of one server. Gauges are read when somebody asks.
+
+    Args:
+        ready, connections, sessions, waiting: functions that give the present value.
+    """
+
+    def __init__(
+        self,
+        *,
+        ready: Callable[[], float],
+        connections: Callable[[], float],
+        sessions: Callable[[], float],
+        waiting: Callable[[], float],
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "wam_openpi_requests", "Requests by outcome", ["dialect", "endpoint", "outcome"], registry=registry
+        )
+        self.infer_s = Histogram(
+            "wam_openpi_infer_seconds", "The policy's own time per step", registry=registry, buckets=_SECONDS
+        )
+        self.queue_s = Histogram(
+            "wam_openpi_queue_seconds", "Time a step waited for its turn", registry=registry, buckets=_SECONDS
+        )
+        self.answer_s = Histogram(
+            "wam_openpi_answer_seconds", "Receipt of a request to its reply", registry=registry, buckets=_SECONDS
+        )
+        self.handshakes = Counter(
+            "wam_openpi_refused_handshakes", "Connections refused at the upgrade", ["reason"], registry=registry
+        )
+        self.freed = Counter("wam_openpi_sessions_freed", "Sessions ended, by cause", ["cause"], registry=registry)
+        for name, text, value in (
+            ("wam_openpi_ready", "1 when a request would probably succeed", ready),
+            ("wam_openpi_connections", "Open connections", connections),
+            ("wam_openpi_sessions", "Sessions, those that wait for their client included", sessions),
+            ("wam_openpi_waiting_jobs", "Jobs in the policy's queue", waiting),
+        ):
+            Gauge(name, text, registry=registry).set_function(value)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
