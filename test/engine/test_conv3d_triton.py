@@ -19,9 +19,12 @@ from wam_policy_ros.engine.kernels import conv3d_ops as ops, conv3d_triton as fu
 torch.manual_seed(0)
 draw = lambda *shape: torch.randn(shape).to(dtype)
 worst = {}
-for dtype, c, stacked, stepwise, residual, past in itertools.product(
-    (torch.float32, torch.float16), (12,), (False, True), (False, True), (False, True), (None, "window", "stacked")
+c = 12
+for dtype, stacked, stepwise, residual, past in itertools.product(
+    (torch.float32, torch.float16), (False, True), (False, True), (False, True), (None, "window", "stacked")
 ):
+    if dtype == torch.float32 and (stepwise or past == "window"):
+        continue
     x = draw(1, 2, 3, 5, c)
     h = draw(1, 3, 3, 5, c) if residual else None
     before = None
@@ -55,9 +58,8 @@ def build(kernel, target, **constants):
 
 for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx950", 64)):
     size = dict(C=96, BLOCK_C=128, ROWS=32)
-    for stacked in (False, True):
-        flags = dict(HAS_RESIDUAL=True, HAS_PAST=True, STACKED=stacked, STEPWISE=True)
-        asm = build(fused.norm_silu_window_kernel, target, **size, **flags)
+    flags = dict(HAS_RESIDUAL=True, HAS_PAST=True, STACKED=True, STEPWISE=True)
+    asm = dict(build(fused.norm_silu_window_kernel, target, **size, **flags))
     asm |= build(fused.padded_sum_kernel, target, **size)
     assert ("cubin" if target.backend == "cuda" else "hsaco") in asm
 print("compiled")
