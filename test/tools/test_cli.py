@@ -1,9 +1,8 @@
-"""The ``wam`` command: sub-commands, exit statuses, what ``wam up`` starts, what ``wam bench`` writes."""
+"""The ``wam`` command: sub-commands, exit statuses, what ``wam up`` starts."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.tools import up
+from wam_policy_ros.tools.bench import BENCHES
 from wam_policy_ros.tools.main import COMMANDS, main
 
 
@@ -64,27 +64,21 @@ def test_up_names_the_packaged_configurations() -> None:
         up.config_file("nowhere.yaml")
 
 
-def test_bench_reports_cold_and_warm_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "deep" / "bench.json"
-    assert main(["bench", "step", "--windows", "1", "--evaluations", "5", "--device", "cpu", "--json", str(out)]) == 0
-    report = json.loads(out.read_text())
-    assert "5 of 16" in capsys.readouterr().out and report["spec"]["evaluations"] == "5 of 16"
-    assert [c["position"] for c in report["calls"]] == [1, 2, 3, 4] * 2
-    assert [c["cold"] for c in report["calls"]] == [True] * 4 + [False] * 4
-    assert report["stages_s"]["total"]["n"] == 4 and report["stages_s"]["first_frame"]["n"] == 1
-    assert report["cold_first_call_s"] == report["calls"][0]["wall_s"] > 0
-    assert "RANDOM WEIGHTS" in report["spec"]["weights"]
-    assert report["provenance"]["torch"] and report["provenance"]["cpu_threads"] >= 1
-    for call in report["calls"]:
-        parts = sum(v for k, v in call.items() if k not in ("position", "cold", "wall_s", "total"))
-        assert 0.5 * call["total"] < parts <= call["total"] * 1.01
+def test_bench_needs_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["bench"], ["bench", "everything"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(words)
+        assert exit_.value.code == 2
+        said = capsys.readouterr().err
+    assert "everything" in said and all(name in said for name in BENCHES)
 
 
-def test_bench_refuses_contradictions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "step", "--evaluations", "9"]) == 1
-    assert "5, 6, 7, 8, 16" in capsys.readouterr().err
-    assert main(["bench", "step", "--device", "cuda:99"]) == 1
-    assert "cuda:99" in capsys.readouterr().err
+@pytest.mark.parametrize("name", BENCHES)
+def test_help_of_every_bench(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", name, "--help"])
+    assert exit_.value.code == 0
+    assert f"wam bench {name}" in capsys.readouterr().out
 
 
 def test_a_missing_package_names_the_extra() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ def host() -> dict[str, Any]:
     """JSON-serialisable description of this machine and this code, as far as it is known without torch."""
     return {
         "wam_policy_ros": __version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "python": platform.python_version(),
         "cpu": _cpu(),
@@ -37,6 +39,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         **host(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "hip": getattr(torch.version, "hip", None),
         "cpu_threads": torch.get_num_threads(),
         "device": str(device),

@@ -1,28 +1,60 @@
-"""``wam bench step``: seconds per stage of a closed-loop step, over whole windows, cold calls included and named."""
+"""``wam bench step``: milliseconds per closed-loop step for each configuration and number of evaluations.
+
+Every row is a whole number of windows of four calls with fresh random pictures; the table shows the median over them,
+as the upstream numbers beside it do. Rates are operations of the algorithm (``flops``) over time, next to what this
+machine reached at the network's shapes in the same run (``ceilings``).
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from wam_policy_ros.contract.fakes import example_observation
-from wam_policy_ros.contract.interface import ActionChunk, ResetReason
+from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.engine.build import build_policy
-from wam_policy_ros.engine.config import EngineConfig
-from wam_policy_ros.engine.policy import DreamZeroPolicy
+from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
 from wam_policy_ros.tools.provenance import provenance
 
-PERCENTILES = (50, 90, 99)
+from . import cold, flops, trace
+from .ceilings import measure_ceilings
+from .configurations import CONFIGURATIONS, engine_config, parse_changes
+from .records import append_history, load_anchors, write_json
+from .table import summary
+from .windows import measure, observation_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_network_arguments(parser)
+    parser.add_argument("--config", default="plain", help=f"some of {','.join(CONFIGURATIONS)}, separated by commas")
+    parser.add_argument("--evaluations", default="8", help="of 16 solver steps: some of 16,8,7,6,5 and 4 (best case of "
+                        "the dynamic rule, benchmark only)")  # fmt: skip
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="engine option on top")
+    parser.add_argument("--windows", type=int, default=8, help="at most so many measured windows after the cold one")
+    parser.add_argument("--row-seconds", type=float, default=10.0, help="no further window of a row starts after this")
+    parser.add_argument("--cold", default="", metavar="CONFIG,...", help="also: process start to first chunk, each in "
+                        "a process of its own")  # fmt: skip
+    parser.add_argument("--cold-child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--no-ceilings", action="store_true", help="leave out what the machine can do")
+    parser.add_argument("--no-profile", action="store_true", help="leave out the GPU's idle time of fused rows")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="one step of the last row as Chrome trace events")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="write a bar chart (PNG)")
+    parser.add_argument(
+        "--anchors", type=Path, metavar="FILE", help="numbers to compare with; default bench/anchors.json"
+    )
+    parser.add_argument("--note", metavar="PREDICTION", help="append this run to the history, with what was predicted")
+    parser.add_argument("--history", type=Path, metavar="FILE", help="default bench/history.jsonl")
+
+
+def add_network_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which network, where."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--checkpoint", help="checkpoint folder")
     source.add_argument("--network", choices=["tiny", "14b"], default="tiny", help="random weights of this size")
@@ -30,95 +62,161 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embodiment", default="oxe_droid")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--schedule", choices=["static", "dynamic", "full"], default="static")
-    parser.add_argument("--evaluations", type=int, default=8, help="of 16 solver steps, static schedule")
-    parser.add_argument("--windows", type=int, default=4, help="measured windows of four calls, after one cold window")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
 
 
 def run(args: argparse.Namespace) -> int:
-    config = EngineConfig(dtype=args.dtype, schedule=args.schedule, evaluations=args.evaluations)
+    names, evaluations, changes = _names(args.config), _numbers(args.evaluations), parse_changes(args.set)
+    changes |= {} if args.dtype == "auto" else {"dtype": args.dtype}
+    if args.cold_child:
+        return _cold_child(args, names[0], evaluations[0], changes)
+    report: dict[str, Any] = {"cold": {}, "rows": []}
+    for name in _names(args.cold) if args.cold else []:
+        report["cold"][name] = cold.run_cold(_words(args, name, evaluations[-1]))
+        print(
+            f"  cold start of {name}: {report['cold'][name]['process_start_to_first_chunk_s']:.1f} s", file=sys.stderr
+        )
+    # In this order one network serves all: FP8 takes the weights over.
+    names = [n for n in CONFIGURATIONS if n in names]
     begin = time.perf_counter()
-    policy = build_policy(
+    policy = _build(args, engine_config(names[0], evaluations[0], gpu=_gpu(args.device), changes=changes))
+    device = policy.network.device
+    report |= {
+        "network": args.checkpoint or f"random {args.network}",
+        "load_s": time.perf_counter() - begin,
+        "load_peak_GiB": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None,
+        "configurations": names,
+        "evaluations": evaluations,
+        "spec": dict(policy.spec.details) | {"weights": policy.spec.weights, "embodiment": policy.spec.embodiment},
+        "provenance": provenance(device),
+        "anchors": load_anchors(args.anchors).get("upstream_ms", {}) if args.network == "14b" else {},
+    }
+    if not args.no_ceilings:
+        print("  ceilings of this machine", file=sys.stderr)
+        report["ceilings"] = measure_ceilings(policy.network.config.dit, device, policy.network.dtype)
+    for name in names:
+        for count in evaluations:
+            config = engine_config(name, count, gpu=device.type == "cuda", changes=changes)
+            policy = _reconfigured(policy, config)
+            row = _row(policy, name, count, args)
+            report["rows"].append(row)
+    if args.trace:
+        report["trace"] = trace.write_trace(_one_step(policy), args.trace, device) | {"file": args.trace.name}
+    print(summary(report))
+    if args.trace:
+        print(f"trace: {args.trace} (https://ui.perfetto.dev opens it)")
+    _write(report, args)
+    return 0
+
+
+def _write(report: dict[str, Any], args: argparse.Namespace) -> None:
+    if args.json:
+        write_json(report, args.json)
+        print(f"written: {args.json}")
+    if args.note:
+        print(f"appended: {append_history(report, args.note, args.history)}")
+    if args.chart:
+        from .chart import draw  # matplotlib is an extra that a GPU machine need not have
+
+        draw(report, args.chart)
+        print(f"drawn: {args.chart}")
+
+
+def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespace) -> dict[str, Any]:
+    config, network = policy.config, policy.network
+    row: dict[str, Any] = {
+        "configuration": name,
+        "evaluations": count,
+        "text": config.evaluations_text,
+        "tier": config.tier,
+    }
+    gc.collect()  # the last row's windows
+    if network.device.type == "cuda":
+        torch.cuda.empty_cache()
+    row |= measure(
+        policy, windows=args.windows, budget_s=args.row_seconds, min_windows=min(2, args.windows), say=f"{name} {count}"
+    )
+    guided = sum(config.guides(s) for s in range(16)) if config.guidance_steps is not None else None
+    branches = 1 if config.guidance_scale == 1.0 else 2
+    picture = network.config.target_video_hw or (2 * policy.embodiment.view_height, 2 * policy.embodiment.view_width)
+    for position, entry in row["position_s"].items():
+        work = flops.step_stages(network.config, int(position), count, branches, picture, guided_evaluations=guided)
+        entry["stage_TFLOP"] = {s: w / 1e12 for s, w in work.items()}
+        entry["stage_TFLOPs"] = {
+            s: w / 1e12 / entry["stages_s"][s] for s, w in work.items() if entry["stages_s"].get(s)
+        }
+    # The trace of thousands of small launches takes longer to read than the row took: fused rows only.
+    if network.device.type == "cuda" and name != "plain" and not args.no_profile:
+        at = 4  # the last position of a window: the longest call
+        busy = trace.busy_seconds(_one_step(policy, at), network.device)
+        row["profile"] = busy | {"position": at, "gpu_idle_s": row["position_s"][str(at)]["p50"] - busy["gpu_busy_s"]}
+    return row
+
+
+def _one_step(policy: DreamZeroPolicy, position: int = 4) -> Any:
+    """A warm call at this window position, ready to be run once."""
+    session = policy.open()
+    for i in range(position - 1):
+        policy.infer(session, observation_at(policy, i))
+    observation = observation_at(policy, position - 1)
+
+    def work() -> None:
+        policy.infer(session, observation)
+        policy.close(session)
+
+    return work
+
+
+def _cold_child(args: argparse.Namespace, name: str, count: int, changes: dict[str, Any]) -> int:
+    import_s = cold.process_age_s()
+    policy = _build(args, engine_config(name, count, gpu=_gpu(args.device), changes=changes))
+    built_s = cold.process_age_s()
+    session = policy.open()
+    policy.infer(session, observation_at(policy, 0))
+    first_s = cold.process_age_s()
+    policy.infer(session, observation_at(policy, 1))
+    out = {"configuration": name, "evaluations": count, "imported_s": import_s, "policy_ready_s": built_s,
+           "process_start_to_first_chunk_s": first_s, "second_chunk_s": cold.process_age_s()}  # fmt: skip
+    print(cold.MARK + json.dumps(out))
+    return 0
+
+
+def _words(args: argparse.Namespace, name: str, count: int) -> list[str]:
+    words = ["--config", name, "--evaluations", str(count), "--device", args.device, "--dtype", args.dtype]
+    words += ["--checkpoint", args.checkpoint] if args.checkpoint else ["--network", args.network]
+    words += ["--embodiment", args.embodiment] + (["--tokenizer", args.tokenizer] if args.tokenizer else [])
+    return words + [w for change in args.set for w in ("--set", change)]
+
+
+def _build(args: argparse.Namespace, config: Any) -> DreamZeroPolicy:
+    return build_policy(
         embodiment=args.embodiment,
         checkpoint=args.checkpoint,
         random_weights=None if args.checkpoint else args.network,
         tokenizer=args.tokenizer,
         device=args.device,
         config=config,
-        progress=lambda text, fraction: print(f"  {text} {fraction:.0%}", file=sys.stderr),
+        progress=lambda text, fraction: print(f"\r  {text} {fraction:.0%}   ", end="", file=sys.stderr),
     )
-    load_s = time.perf_counter() - begin
-    report = measure(policy, args.windows) | {"load_s": load_s, "network": args.checkpoint or f"random {args.network}"}
-    report["provenance"] = provenance(policy.network.device)
-    print(summary(report))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-        print(f"written: {args.json}")
-    return 0
 
 
-def measure(policy: DreamZeroPolicy, windows: int) -> dict[str, Any]:
-    """Run one cold window and ``windows`` measured ones with fresh random observations, one session throughout.
-
-    The session is a real one: the first call sees one frame, later calls four, and every fifth call finds the window
-    full and restarts, as in an episode.
-    """
-    session = policy.open()
-    device = policy.network.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    period_ns = round(policy.spec.horizon * 1e9 / policy.spec.control_rate_hz)
-    calls: list[dict[str, Any]] = []
-    position = 0
-    for index in range((windows + 1) * 4):
-        frames = 1 if index == 0 else len(policy.spec.frame_offsets)
-        observation = example_observation(policy.spec, frames=frames, seed=index, stamp_ns=10**18 + index * period_ns)
-        begin = time.perf_counter()
-        chunk: ActionChunk = policy.infer(session, observation)
-        wall = time.perf_counter() - begin
-        position = 1 if chunk.reset in (ResetReason.FIRST_CALL, ResetReason.WINDOW_FULL) else position + 1
-        calls.append({"position": position, "cold": index < 4, "wall_s": wall, **chunk.timings_s})
-        print(f"\r  call {index + 1}/{(windows + 1) * 4}: {wall * 1e3:.0f} ms ", end="", file=sys.stderr)
-    print(file=sys.stderr)
-    warm = [c for c in calls if not c["cold"]]
-    stages = sorted({k for c in calls for k in c} - {"position", "cold"})
-    return {
-        "spec": dict(policy.spec.details) | {"weights": policy.spec.weights, "embodiment": policy.spec.embodiment},
-        "calls": calls,
-        "cold_first_call_s": calls[0]["wall_s"],
-        "stages_s": {s: _percentiles([c[s] for c in warm if s in c]) for s in stages},
-        "position_s": {str(p): _percentiles([c["wall_s"] for c in warm if c["position"] == p]) for p in (1, 2, 3, 4)},
-        "session_window_bytes": sum(w.nbytes for w in (session.window.cond, session.window.uncond) if w is not None),
-        "peak_memory_GiB": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None,
-    }
+def _reconfigured(policy: DreamZeroPolicy, config: Any) -> DreamZeroPolicy:
+    """The same network run as ``config`` says."""
+    return policy if policy.config == config else with_config(policy, **vars(config))
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p90, p99, min, max and n; empty when nothing was measured."""
-    if not values:
-        return {}
-    out = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
-    return out | {"min": min(values), "max": max(values), "n": len(values)}
+def _gpu(device: str) -> bool:
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def summary(report: dict[str, Any]) -> str:
-    """A table for people; the evaluations, hardware and versions are on its first lines."""
-    spec, where = report["spec"], report["provenance"]
-    machine = where["gpu"]["name"] if where["gpu"] else f"{where['cpu']}, {where['cpu_threads']} threads"
-    lines = [
-        f"{report['network']}, {spec['dtype']}, {spec['evaluations']} evaluations, guidance {spec['guidance_scale']}",
-        f"{machine}; torch {where['torch']}; commit {where['commit'] or 'unknown'}",
-        f"load {report['load_s']:.1f} s, first (cold) call {report['cold_first_call_s'] * 1e3:.0f} ms"
-        + (f", peak memory {report['peak_memory_GiB']} GiB" if report["peak_memory_GiB"] is not None else ""),
-        f"{'ms':16}{'p50':>9}{'p90':>9}{'p99':>9}{'min':>9}{'max':>9}{'n':>5}",
-    ]
-    rows = [(f"call {p} of 4", v) for p, v in report["position_s"].items()]
-    order = ["preprocess", "text", "first_frame", "vae_encode", "prefill", "denoise", "decode_actions", "total"]
-    rows += [(s, report["stages_s"][s]) for s in order if s in report["stages_s"]]
-    for name, v in rows:
-        if v:
-            numbers = "".join(f"{v[k] * 1e3:9.1f}" for k in ("p50", "p90", "p99", "min", "max"))
-            lines.append(f"{name:16}{numbers}{v['n']:5}")
-    return "\n".join(lines)
+def _names(text: str) -> list[str]:
+    names = [n.strip() for n in text.split(",") if n.strip()]
+    if unknown := [n for n in names if n not in CONFIGURATIONS] or ([] if names else ["nothing"]):
+        raise ConfigError("unknown configuration", got=unknown, expected=f"some of {list(CONFIGURATIONS)}")
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(n) for n in text.split(",") if n.strip()]
+    except ValueError as error:
+        raise ConfigError("evaluations must be numbers separated by commas", got=text) from error

@@ -1,0 +1,86 @@
+"""The report of ``wam bench step`` for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .ceilings import best
+
+_STAGES = ("preprocess", "first_frame", "vae_encode", "prefill", "denoise", "decode_actions", "outside_gpu")
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Table of the issue first, then stages, rates, ceilings, memory and cold numbers."""
+    where = report["provenance"]
+    machine = where["gpu"]["name"] if where["gpu"] else f"{where['cpu']}, {where['cpu_threads']} threads"
+    lines = [
+        f"{report['network']}; {report['spec']['weights']}",
+        f"{machine}; {report['spec']['dtype']}; torch {where['torch']}; commit {where['commit'] or 'unknown'}",
+        f"network ready in {report['load_s']:.1f} s"
+        + (f", peak {report['load_peak_GiB']} GiB" if report["load_peak_GiB"] is not None else ""),
+        "",
+        *_speed(report),
+        "",
+        *_stages(report),
+    ]
+    lines += _ceilings(report.get("ceilings"))
+    for name, c in report["cold"].items():
+        lines.append(
+            f"cold {name}: imports {c['imported_s']:.1f} s, policy ready {c['policy_ready_s']:.1f} s, "
+            f"first chunk {c['process_start_to_first_chunk_s']:.1f} s after process start"
+        )
+    return "\n".join(lines)
+
+
+def _speed(report: dict[str, Any]) -> list[str]:
+    rows = {(r["configuration"], r["evaluations"]): r for r in report["rows"]}
+    names = report["configurations"]
+    head = "ms per step, median".ljust(30) + "upstream".rjust(10) + "".join(n.rjust(10) for n in names)
+    lines = [head]
+    for count in report["evaluations"]:
+        anchor = report["anchors"].get(str(count))
+        line = f"{count} of 16 evaluations".ljust(30) + (f"{anchor:.0f}" if anchor else "-").rjust(10)
+        lines.append(line + "".join(f"{rows[n, count]['step_s']['p50'] * 1e3:10.1f}" for n in names))
+    return lines
+
+
+def _stages(report: dict[str, Any]) -> list[str]:
+    lines = []
+    for row in report["rows"]:
+        step, memory = row["step_s"], row["memory"]
+        tail = f", peak {memory['peak_GiB']} GiB" if memory else ""
+        lines.append(
+            f"{row['configuration']} {row['text']}, tier {row['tier']}: p50 {step['p50'] * 1e3:.1f} "
+            f"p99 {step['p99'] * 1e3:.1f} min {step['min'] * 1e3:.1f} max {step['max'] * 1e3:.1f} ms, n {step['n']}; "
+            f"worst p99/p50 at one position "
+            f"{row['worst_p99_over_p50']:.3f}; first call {row['first_call_s'] * 1e3:.0f} ms{tail}"
+        )
+        if "profile" in row:
+            p = row["profile"]
+            lines.append(
+                f"  GPU busy {p['gpu_busy_s'] * 1e3:.1f} ms, idle {p['gpu_idle_s'] * 1e3:.2f} ms in a call at position "
+                f"{p['position']}, {p['kernels']} kernels"
+            )
+        for position, entry in row["position_s"].items():
+            parts = [f"{s} {entry['stages_s'][s] * 1e3:.1f}" for s in _STAGES if s in entry["stages_s"]]
+            rates = [f"{s} {r:.3g}" for s, r in entry["stage_TFLOPs"].items()]
+            lines.append(
+                f"  call {position}: {entry['p50'] * 1e3:8.1f} ms: {', '.join(parts)}; TFLOP/s: {', '.join(rates)}"
+            )
+    return lines
+
+
+def _ceilings(measured: dict[str, Any] | None) -> list[str]:
+    if measured is None:
+        return []
+    lines = ["", f"ceilings, {measured['rows']} rows:"]
+    for kind in ("gemm_native_TFLOPs", "gemm_fp8_rowwise_TFLOPs", "attention_TFLOPs_by_keys", "copy_GBps"):
+        value = measured[kind]
+        if best(value) is None:
+            text = next(iter(value.values())) if isinstance(value, dict) else value
+        elif isinstance(value, dict):
+            text = ", ".join(f"{k} {v if not isinstance(v, dict) else best(v)}" for k, v in value.items())
+        else:
+            text = str(value)
+        lines.append(f"  {kind:26} {text}")
+    return lines
