@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wam_policy_ros.contract.errors import ConfigError, EngineError
-from wam_policy_ros.tools.bench_suite import cold, trace
+from wam_policy_ros.tools.bench_suite import cold, step, trace
 from wam_policy_ros.tools.bench_suite.ceilings import best
 from wam_policy_ros.tools.bench_suite.configurations import engine_config, parse_changes
 from wam_policy_ros.tools.bench_suite.records import BENCH, append_history, load_anchors
@@ -98,6 +98,22 @@ def test_gpu_time_of_overlapping_kernels_is_counted_once():
     out = trace.summarise(events)
     assert out["gpu_busy_s"] == pytest.approx(20e-6) and out["gpu_span_s"] == pytest.approx(35e-6)
     assert out["kernels"] == 4 and out["top"][0][0] == "gemm" and out["top"][0][2] == 2
+
+
+def test_a_row_that_fails_does_not_take_the_others_along(monkeypatch, tmp_path, capsys):
+    def measure(policy, **options):
+        if policy.config.evaluations == 6:
+            raise RuntimeError("out of memory")
+        return real(policy, **options)
+
+    real = step.measure
+    monkeypatch.setattr(step, "measure", measure)
+    words = ["--windows", "1", "--evaluations", "6,5", "--device", "cpu", "--no-ceilings", "--json"]
+    assert main(["bench", "step", *words, str(tmp_path / "b.json")]) == 1
+    failed, good = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert "out of memory" in failed["error"] and good["step_s"]["n"] == 4
+    said = capsys.readouterr().out
+    assert "RuntimeError: out of memory" in said and "failed" in said
 
 
 # -- cold starts ------------------------------------------------------------------------------------------------

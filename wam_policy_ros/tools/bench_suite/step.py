@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.contract.errors import ConfigError, WamError
 from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
 from wam_policy_ros.tools.provenance import provenance
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cold_child:
         return _cold_child(args, names[0], evaluations[0], changes)
     report: dict[str, Any] = {"cold": {}, "rows": []}
+    anchors = load_anchors(args.anchors).get("upstream_ms", {})
     for name in _names(args.cold) if args.cold else []:
         report["cold"][name] = cold.run_cold(_words(args, name, evaluations[-1]))
         print(
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         "evaluations": evaluations,
         "spec": dict(policy.spec.details) | {"weights": policy.spec.weights, "embodiment": policy.spec.embodiment},
         "provenance": provenance(device),
-        "anchors": load_anchors(args.anchors).get("upstream_ms", {}) if args.network == "14b" else {},
+        "anchors": anchors if args.network == "14b" or args.checkpoint else {},
     }
     if not args.no_ceilings:
         print("  ceilings of this machine", file=sys.stderr)
@@ -96,16 +97,21 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         for count in evaluations:
             config = engine_config(name, count, gpu=device.type == "cuda", changes=changes)
-            policy = _reconfigured(policy, config)
-            row = _row(policy, name, count, args)
+            try:
+                policy = _reconfigured(policy, config)
+                row = _row(policy, name, count, args)
+            except (WamError, RuntimeError) as error:  # the other rows cost minutes of a GPU: keep them
+                row = {"configuration": name, "evaluations": count, "error": f"{type(error).__name__}: {error}"}
             report["rows"].append(row)
+            if args.json:
+                write_json(report, args.json)
     if args.trace:
         report["trace"] = trace.write_trace(_one_step(policy), args.trace, device) | {"file": args.trace.name}
     print(summary(report))
     if args.trace:
         print(f"trace: {args.trace} (https://ui.perfetto.dev opens it)")
     _write(report, args)
-    return 0
+    return 1 if any("error" in row for row in report["rows"]) else 0
 
 
 def _write(report: dict[str, Any], args: argparse.Namespace) -> None:

@@ -40,13 +40,17 @@ def _speed(report: dict[str, Any]) -> list[str]:
     for count in report["evaluations"]:
         anchor = report["anchors"].get(str(count))
         line = f"{count} of 16 evaluations".ljust(30) + (f"{anchor:.0f}" if anchor else "-").rjust(10)
-        lines.append(line + "".join(f"{rows[n, count]['step_s']['p50'] * 1e3:10.1f}" for n in names))
+        ours = [rows.get((n, count), {}).get("step_s") for n in names]
+        lines.append(line + "".join((f"{s['p50'] * 1e3:.1f}" if s else "failed").rjust(10) for s in ours))
     return lines
 
 
 def _stages(report: dict[str, Any]) -> list[str]:
     lines = []
     for row in report["rows"]:
+        if "error" in row:
+            lines.append(f"{row['configuration']} {row['evaluations']}: {row['error']}")
+            continue
         step, memory = row["step_s"], row["memory"]
         tail = f", peak {memory['peak_GiB']} GiB" if memory else ""
         lines.append(
