@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         report["trace"] = trace.write_trace(_one_step(policy), args.trace, device) | {"file": args.trace.name}
     print(summary(report))
     if args.trace:
-        print(f"trace: {args.trace} (https://ui.perfetto.dev opens it)")
+        print(f"trace: {args.trace} (open it in Perfetto)")
     _write(report, args)
     return 1 if any("error" in row for row in report["rows"]) else 0
 

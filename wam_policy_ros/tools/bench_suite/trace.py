@@ -16,7 +16,7 @@ _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def write_trace(work: Callable[[], object], path: Path, device: torch.device) -> dict[str, Any]:
-    """Run ``work`` once and write what host and GPU did as Chrome trace events (https://ui.perfetto.dev opens them).
+    """Run ``work`` once and write what host and GPU did as Chrome trace events (Perfetto opens them).
 
     Returns:
         JSON-serialisable summary, see :func:`summarise`.
