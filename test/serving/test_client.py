@@ -20,6 +20,7 @@ from wam_policy_ros.contract.errors import (
     InvalidState,
     MissingInput,
     PolicyUnavailable,
+    PromptError,
     RemoteError,
     SessionError,
 )
@@ -128,6 +129,41 @@ def test_nothing_but_a_whole_finite_chunk_is_an_answer(reply: Any, error: type, 
         policy = connect(server.uri)
         with pytest.raises(error, match=text):
             policy.infer(policy.open(), look())
+
+
+def test_answers_that_are_numbered_must_be_the_next_ones() -> None:
+    with ScriptServer(lambda r, n: {"actions": rows(n), "server_timing": {"seq": n - 1 if n < 3 else n - 2}}) as server:
+        policy = connect(server.uri)
+        session = policy.open()
+        policy.infer(session, look(0)), policy.infer(session, look(1))
+        with pytest.raises(PolicyUnavailable, match=r"answers another request.*answer 1, expected 2"):
+            policy.infer(session, look(2))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("Overloaded: there is no room for another session; got: 4 of 4", PolicyUnavailable),
+        ("NotReady: the policy takes no calls", PolicyUnavailable),
+        ("PromptError: prompt: too long; it is refused, not cut", PromptError),
+        ("InvalidImage: wrist: not an array", RemoteError),
+        ("EngineError: out of memory", RemoteError),
+    ],
+)
+def test_what_kind_of_error_it_is_decides_what_happens_next(text: str, error: type) -> None:
+    with ScriptServer(lambda *_: text) as server:
+        policy = connect(server.uri)
+        with pytest.raises(error, match=text.split(": ")[1].split(";")[0]):
+            policy.infer(policy.open(), look())
+
+
+def test_a_history_that_the_server_began_afresh_is_told() -> None:
+    told = iter([1.0, 0.0, 1.0, 1.0])
+    with ScriptServer(lambda *_: {"actions": rows(1), "server_timing": {"history_reset": next(told)}}) as server:
+        policy = connect(server.uri)
+        session = policy.open()
+        seen = [policy.infer(session, replace(look(i), prompt="b" if i > 2 else "a")).reset for i in range(4)]
+    assert seen == [ResetReason.FIRST_CALL, None, ResetReason.WINDOW_FULL, ResetReason.PROMPT_CHANGED]
 
 
 def test_the_other_codec() -> None:

@@ -1,15 +1,23 @@
-"""Where the policy comes from. The only file of this room that knows the engine and the OpenPI client."""
+"""Where the policy comes from, and who else may use it. The only file of this room that knows engine and serving."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from wam_policy_ros.contract.errors import ConfigError, MissingDependency
 from wam_policy_ros.contract.fakes import HoldPolicy
 from wam_policy_ros.contract.interface import Policy
+from wam_policy_ros.contract.policy_thread import PolicyThread
 
 from .parameters import NodeParameters
+
+if TYPE_CHECKING:
+    from wam_policy_ros.serving.server import OpenPIServer
+
+SERVER_GRACE_S = 0.4
+"""A lifecycle transition waits for it, and with it every callback; the robot is held before."""
 
 
 def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) -> Policy:
@@ -89,3 +97,90 @@ def secret(value: str) -> str:
     if not key:
         raise ConfigError("the file with the key is empty", got=path)
     return key
+
+
+def make_server(params: NodeParameters, owner: PolicyThread, log: Callable[[str, str], None]) -> OpenPIServer | None:
+    """The OpenPI server beside the robot, not started; None when it is not wanted.
+
+    Args:
+        params: ``openpi.*``.
+        owner: of the policy; the robot's calls go first there, and interrupt a client's.
+        log: called with a level and a line from any thread.
+
+    Raises:
+        ConfigError: options that do not fit together.
+        MissingDependency: the extra ``serve`` is not installed.
+    """
+    if not params.openpi_enabled:
+        return None
+    try:
+        from wam_policy_ros.serving.config import ServerConfig
+        from wam_policy_ros.serving.server import OpenPIServer
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "wam_policy_ros":
+            raise
+        raise MissingDependency(package, "serve", "the OpenPI server") from error
+    main, ports = _dialects(params)
+    key = secret(params.openpi_api_key)
+    if params.openpi_host not in ("127.0.0.1", "localhost", "::1") and not key:
+        log(
+            "warn",
+            f"the OpenPI server listens on {params.openpi_host} without a key (openpi.api_key): anybody may use it",
+        )
+    config = ServerConfig.from_dict(
+        {
+            "host": params.openpi_host,
+            "port": params.openpi_port,
+            "dialect": main,
+            "ports": ports,
+            "api_key": key,
+            "errors": params.openpi_errors,
+            "instruction": params.openpi_instruction,
+            "resize": params.openpi_resize,
+            "single_exterior": params.openpi_single_exterior,
+            "max_message_bytes": round(params.openpi_max_message_mb * 2**20),
+            "max_connections": params.openpi_max_connections,
+            "max_sessions": params.openpi_max_sessions,
+            "session_idle_s": params.openpi_session_idle_s,
+            "resume_s": params.openpi_resume_s,
+            "deadline_s": params.openpi_deadline_s,
+            "grace_s": SERVER_GRACE_S,
+        }
+    )
+    levels = {"debug": None, "warning": "warn"}
+
+    def say(level: str, line: str) -> None:
+        if (shown := levels.get(level, level)) is not None:
+            log(shown, f"openpi: {line}")
+
+    return OpenPIServer(config, owner, log=say)
+
+
+def _dialects(params: NodeParameters) -> tuple[str, dict[int, str]]:
+    """The dialect of ``openpi.port``, and those of further ports. Raises ConfigError."""
+    main = [entry for entry in params.openpi_dialects if ":" not in entry]
+    ports: dict[int, str] = {}
+    for entry in params.openpi_dialects:
+        name, colon, port = entry.partition(":")
+        if colon and (not port.isdecimal() or int(port) in (params.openpi_port, *ports)):
+            raise ConfigError("openpi.dialects: each entry with a port needs one of its own", got=entry)
+        if colon:
+            ports[int(port)] = name
+    if len(main) != 1:
+        raise ConfigError(
+            "openpi.dialects needs exactly one entry without a port, for openpi.port",
+            got=list(params.openpi_dialects),
+            expected="e.g. ['dreamzero', 'openpi:8001']",
+        )
+    return main[0], ports
+
+
+def server_summary(server: Any) -> dict[str, Any]:
+    """What ``~/state`` says about the server; JSON-serialisable."""
+    return {
+        "addresses": [f"ws://{host}:{port}" for host, port in server.addresses],
+        "connections": len(server.connections),
+        "sessions": len(server.table),
+        "trouble": server.trouble() or "",
+    }

@@ -104,6 +104,63 @@ class NodeParameters:
         choices=("", "joint_position", "joint_velocity", "cartesian_position", "cartesian_velocity"),
     )
 
+    openpi_enabled: bool = _p(
+        False, "openpi.enabled", "serve the policy to OpenPI clients as well; the robot goes first"
+    )
+    openpi_host: str = _p("127.0.0.1", "openpi.host", "where to listen; 0.0.0.0: every network")
+    openpi_port: int = _p(8000, "openpi.port", "0: any free one", low=0, high=65535)
+    openpi_dialects: tuple[str, ...] = _p(
+        ("dreamzero",),
+        "openpi.dialects",
+        "of the port's path /, and NAME:PORT for further ports; every dialect is reachable as /NAME as well",
+    )
+    openpi_api_key: str = _p("", "openpi.api_key", "key that clients must send, or file:PATH; parameters are no secret")
+    openpi_errors: str = _p(
+        "close",
+        "openpi.errors",
+        "after a refused request: close, as every published client expects, or keep_open",
+        choices=("close", "keep_open"),
+    )
+    openpi_instruction: str = _p("", "openpi.instruction", "for requests without a prompt; empty: they are refused")
+    openpi_resize: str = _p(
+        "refuse",
+        "openpi.resize",
+        "pictures of another size than announced: refuse, pad or stretch",
+        choices=("refuse", "pad", "stretch"),
+    )
+    openpi_single_exterior: str = _p(
+        "refuse",
+        "openpi.single_exterior",
+        "clients with one exterior camera: refuse, or dropped_view (a black second view, as in a part of the training)",
+        choices=("refuse", "dropped_view"),
+    )
+    openpi_max_connections: int = _p(64, "openpi.max_connections", "more are turned away", low=1, high=4096)
+    openpi_max_sessions: int = _p(
+        4, "openpi.max_sessions", "of clients, beside the robot's; each holds device memory", low=1, high=4096
+    )
+    openpi_max_message_mb: float = _p(
+        64.0,
+        "openpi.max_message_mb",
+        "of one request; a larger one closes the connection",
+        unit="MiB",
+        low=16.0,
+        high=4096.0,
+    )
+    openpi_session_idle_s: float = _p(
+        0.0,
+        "openpi.session_idle_s",
+        "an unused session of a connected client ends; 0: never",
+        unit="s",
+        low=0.0,
+        high=1e6,
+    )
+    openpi_resume_s: float = _p(
+        60.0, "openpi.resume_s", "a session waits so long for a client that was cut off", unit="s", low=0.0, high=1e6
+    )
+    openpi_deadline_s: float = _p(
+        0.0, "openpi.deadline_s", "a client's request that takes longer fails; 0: never", unit="s", low=0.0, high=1e6
+    )
+
     cameras_topics: tuple[str, ...] = _p(
         (),
         "cameras.topics",

@@ -24,7 +24,7 @@ from wam_policy_ros.contract.interface import Policy
 
 from . import parameters
 from .assembly import Assembly, assemble
-from .backend import make_policy
+from .backend import make_policy, make_server, server_summary
 from .bridge import find_bridge
 from .checks import other_publishers
 from .control import ControlLoop
@@ -43,6 +43,9 @@ from .worker import InferenceWorker, Phase, Progress, WorkerStatus
 STOP_S = 0.5
 """How long a transition waits for the worker; a transition blocks every callback."""
 
+SERVER_STOP_S = 1.0
+"""The same for the OpenPI server, which takes leave of its clients."""
+
 ACKED_S = 0.1
 """How long a publisher of trajectories waits for its last one, a hold, to arrive before it is destroyed."""
 
@@ -55,6 +58,7 @@ class _Parts:
     robot: Assembly
     worker: InferenceWorker
     control: ControlLoop
+    server: Any
     monitor: Monitor
     progress: ProgressLog
     entities: ExitStack
@@ -241,7 +245,12 @@ class PolicyNode(LifecycleNode):
         tick = self.create_timer(1.0 / rate_hz, lambda: self._safely(on_tick), clock=steady_clock())
         entities.callback(self.destroy_timer, tick)
         progress = ProgressLog(lambda line: self._log("info", line))
-        return _Parts(params, robot, worker, control, monitor, progress, entities)
+        server = make_server(params, worker.owner, self._log)
+        if server is not None:
+            # It listens from now on, and greets nobody before the policy is ready.
+            entities.callback(server.stop, SERVER_STOP_S)
+            server.start()
+        return _Parts(params, robot, worker, control, server, monitor, progress, entities)
 
     def _release(self, timeout_s: float) -> None:
         parts, self._parts = self._parts, None
@@ -251,6 +260,8 @@ class PolicyNode(LifecycleNode):
         try:
             parts.control.deactivate()
         finally:
+            if parts.server is not None and not parts.server.stop(SERVER_STOP_S):
+                self.get_logger().warning("the OpenPI server still runs; its port is free when it has ended")
             # Whoever ends the process joins the worker himself.
             if not parts.worker.stop(timeout_s) and not self._ending:
                 self.get_logger().warning("the worker thread still runs; configure is refused until it has ended")
@@ -377,6 +388,8 @@ class PolicyNode(LifecycleNode):
                 "control_rate_hz": spec.control_rate_hz,
                 "details": dict(spec.details),
             }
+        if self._parts.server is not None:
+            out["openpi"] = server_summary(self._parts.server)
         if not out["reason"] and self.lifecycle != "active":
             out["reason"] = self.refused or f"{status.phase.value}: {status.message}"
         return out

@@ -22,6 +22,7 @@ from wam_policy_ros.contract.errors import (
     EngineError,
     InvalidState,
     PolicyUnavailable,
+    PromptError,
     RemoteError,
     SessionError,
 )
@@ -89,6 +90,7 @@ class RemoteSession:
     history: FrameHistory
     seed: int | None = None
     step: int = 0
+    prompt: str = ""
     link: Link | None = None
     lost: bool = False
     closed: bool = False
@@ -137,6 +139,7 @@ class RemotePolicy:
         try:
             reply = self._exchange(link, message, deadline_s, cancel)
             rows, rest = read_actions(reply, self.spec, self._profile)
+            link.answered(_timing(rest).get("seq"))
         except BaseException:
             # Whatever it was: the server may have taken the observation into its history, or not.
             session.lost = True
@@ -144,15 +147,18 @@ class RemotePolicy:
         total_s = time.monotonic() - start_s
         session.history, step, session.step = history, session.step, session.step + 1
         timings = {"total": total_s, "pack": sent_s - start_s}
-        if (server_s := _server_s(rest)) is not None:
-            timings |= {"server": server_s, "wire": total_s - timings["pack"] - server_s}
+        timing = _timing(rest)
+        if (server_ms := timing.get("infer_ms")) is not None:
+            timings |= {"server": server_ms / 1e3, "wire": total_s - timings["pack"] - server_ms / 1e3}
+        reason = _reset_reason(step, observation.prompt != session.prompt, bool(timing.get("history_reset")))
+        session.prompt = observation.prompt
         return ActionChunk(
             actions=rows,
             dt_s=self.spec.dt_s,
             stamp_ns=observation.stamp_ns,
             session_id=session.session_id,
             step=step,
-            reset=ResetReason.FIRST_CALL if step == 0 else None,
+            reset=reason,
             timings_s=timings,
             info={**drawn.info, "request_bytes": len(message)},
         )
@@ -257,7 +263,7 @@ class RemotePolicy:
         if isinstance(reply, str):
             if text_is_error:
                 link.close()
-                raise RemoteError("the policy server answers with an error", got=_first_line(reply))
+                raise _error_of(_first_line(reply))
             return reply
         try:
             return unpack(reply)
@@ -319,6 +325,15 @@ def _connect(config: ClientConfig, deadline_s: float, cancel: Cancel) -> tuple[L
     return link, PolicySpec(**{**spec.__dict__, "details": details})
 
 
+def _reset_reason(step: int, new_prompt: bool, told: bool) -> ResetReason | None:
+    """Why the server started from an empty window; only some servers tell that they did."""
+    if step == 0:
+        return ResetReason.FIRST_CALL
+    if not told:
+        return None
+    return ResetReason.PROMPT_CHANGED if new_prompt else ResetReason.WINDOW_FULL
+
+
 def _slowly(ask: Callable[[], None], period_s: float = 0.2) -> Cancel:
     """``ask``, which raises to cancel, as something that is polled often."""
     last_s = time.monotonic()
@@ -343,6 +358,21 @@ def _check_state(observation: Observation, spec: PolicySpec) -> None:
             )
 
 
+# A server of this package says first what kind of error it is.
+_PASSES = ("Cancelled", "DeadlineExceeded", "NotReady", "Overloaded", "PolicyUnavailable", "Superseded")
+
+
+def _error_of(line: str) -> EngineError | PromptError:
+    """The error of a text frame. What a later attempt may cure is PolicyUnavailable, what an operator's next words may
+    cure is PromptError, everything else RemoteError."""
+    kind, _, text = line.partition(": ")
+    if kind in _PASSES:
+        return PolicyUnavailable(f"the policy server cannot answer now: {text.split('; ')[0]}", got=line)
+    if kind == "PromptError":
+        return PromptError("the policy server refuses the instruction", field="prompt", got=text)
+    return RemoteError("the policy server answers with an error", got=line)
+
+
 def _first_line(text: str) -> str:
     """The sentence of an error text: some servers send a traceback, whose last line says what happened."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
@@ -351,7 +381,7 @@ def _first_line(text: str) -> str:
     return (lines[-1] if lines[0].startswith("Traceback") else lines[0]).strip()[:MAX_TEXT]
 
 
-def _server_s(rest: dict[str, Any]) -> float | None:
-    timing = rest.get("server_timing")
-    value = timing.get("infer_ms") if isinstance(timing, dict) else None
-    return float(value) / 1e3 if isinstance(value, int | float) else None
+def _timing(rest: dict[str, Any]) -> dict[str, float]:
+    given = rest.get("server_timing")
+    items = given.items() if isinstance(given, dict) else ()
+    return {str(k): float(v) for k, v in items if isinstance(v, int | float)}

@@ -77,7 +77,7 @@ class Link:
     """
 
     def __init__(self, config: LinkConfig, deadline_s: float) -> None:
-        self.uri = config.uri
+        self.uri, self._answers = config.uri, 0
         timeout_s = max(0.05, min(config.open_timeout_s, deadline_s - time.monotonic()))
         headers = {"Authorization": f"Api-Key {config.api_key}"} if config.api_key else None
         try:
@@ -109,6 +109,17 @@ class Link:
             raise self._unavailable(f"does not answer within {timeout_s:.1f} s") from error
         except (OSError, WebSocketException) as error:
             raise self._unavailable(f"cannot be reached ({error})") from error
+
+    def answered(self, number: float | None) -> None:
+        """Some servers number their answers on a connection, from 0.
+
+        Raises:
+            PolicyUnavailable: the answer is not the next one, so it answers another request. The link is closed.
+        """
+        expected, self._answers = self._answers, self._answers + 1
+        if number is not None and number != expected:
+            self.close()
+            raise self._unavailable("answers another request", got=f"answer {number:g}, expected {expected}")
 
     @property
     def open(self) -> bool:
