@@ -29,6 +29,8 @@ SERVE = ["websockets>=15", "msgpack>=1.0.8", "prometheus_client>=0.20", "pillow>
 # Headless: it needs no X libraries. On a machine with ROS 2 the distribution's python3-opencv is used instead.
 VISION = ["opencv-python-headless>=4.8"]
 REPORT = ["av>=12", "matplotlib>=3.8"]
+# Reads rosbag2 folders without ROS.
+REPLAY = ["rosbags>=0.10"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
 setup(
@@ -47,8 +49,9 @@ setup(
         "vision": VISION,
         "demo": ENGINE + REPORT + VISION,
         "ros-kilted": ROS_KILTED + VISION,
+        "replay": REPLAY + VISION,
         "test": TEST,
-        "dev": TEST + ENGINE + SERVE + REPORT + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
+        "dev": TEST + ENGINE + SERVE + REPORT + REPLAY + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
     },
     zip_safe=False,
     data_files=[

@@ -21,7 +21,7 @@ class ClockWatch:
     def update(self, now: Now) -> float | None:
         """Size of a jump since the last call in s (back by 0.5 s or more, forward by more than 1 s), else None."""
         last, self._last = self._last, now
-        if last is None:
+        if last is None or (self._simulated and last.ros_ns == 0):  # the first /clock is no jump
             return None
         moved_s = (now.ros_ns - last.ros_ns) * 1e-9
         beyond_s = moved_s - (now.steady_ns - last.steady_ns) * 1e-9

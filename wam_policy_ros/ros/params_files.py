@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from wam_policy_ros.contract.errors import ConfigError
+
 _MUST = "must start with `/**/wam_policy:` and, indented below it, `ros__parameters:`"
 
 
@@ -53,7 +55,22 @@ def names_of(path: Path) -> list[str]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return []
-    return list(_nodes(tree, ())) if isinstance(tree, dict) else []
+    return [name for name, _ in _sections(tree, ())] if isinstance(tree, dict) else []
+
+
+def read_values(path: Path, node: str) -> dict[str, Any]:
+    """Name -> value of what a file gives to a node, by its full name; later sections win over earlier ones.
+
+    Raises:
+        ConfigError: the file cannot be read or is faulty.
+    """
+    if (fault := find_fault(path)) is not None:
+        raise ConfigError("a parameter file cannot be used", got=fault)
+    out: dict[str, Any] = {}
+    for name, values in _sections(yaml.safe_load(path.read_text(encoding="utf-8")) or {}, ()):
+        if _matches(name, node):
+            out |= _flat(values, "")
+    return out
 
 
 def unused(path: Path, node: str) -> str | None:
@@ -65,12 +82,20 @@ def unused(path: Path, node: str) -> str | None:
     return f"{path} sets nothing for this node, {node}: {given}; remedy: it {_MUST}"
 
 
-def _nodes(tree: dict[Any, Any], above: tuple[str, ...]) -> Iterator[str]:
+def _sections(tree: dict[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Full name, maybe with wildcards, and parameters of each node in a file."""
     for key, value in tree.items():
         if key == "ros__parameters":
-            yield "/" + "/".join(part.strip("/") for part in above)
+            yield "/" + "/".join(part.strip("/") for part in above), value or {}
         elif isinstance(value, dict):
-            yield from _nodes(value, (*above, str(key)))
+            yield from _sections(value, (*above, str(key)))
+
+
+def _flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
 
 
 def _leaves(tree: dict[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -215,7 +215,7 @@ class CameraInput:
         if self._out:
             self._out = False
             self.drops.rearm()
-            if self._arrived_before:
+            if self._arrived_before and quiet_s > self._limits.max_age_s:
                 self._tell(f"{self.what}: back after {quiet_s:.2f} s without a usable image")
         self._arrived_before = True
         while self.frames[0].stamp_ns < stamp_ns - self._keep_ns:
