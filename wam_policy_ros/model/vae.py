@@ -106,7 +106,7 @@ class CausalVAE(nn.Module):
         return self.decoder(self.conv2(latents, stream), stream)
 
 
-def _latent_statistics(config: VAEConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+def latent_statistics(config: VAEConfig, like: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and reciprocal standard deviation, ``[1, z_dim, 1, 1, 1]``: computed in at least float32, then rounded."""
     wide = torch.promote_types(like.dtype, torch.float32)
     mean = constant(config.latent_mean, like.device, wide)
@@ -189,7 +189,7 @@ class VideoVAE(nn.Module):
             raise ShapeError(f"chunk of a running stream has {num_frames} frames, expected a multiple of {factor}")
         with stream.chunk():
             moments = self.model.encode(frames, stream)
-        mean, inverse_std = _latent_statistics(self.config, moments)
+        mean, inverse_std = latent_statistics(self.config, moments)
         return (moments[:, : self.config.z_dim] - mean) * inverse_std
 
     def decode_chunk(self, stream: VAEStream, latents: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class VideoVAE(nn.Module):
         self._check_latents(latents)
         if stream.at_start and latents.shape[2] != 1:
             raise ShapeError(f"first chunk of a stream has {latents.shape[2]} latents, expected 1")
-        mean, inverse_std = _latent_statistics(self.config, latents)
+        mean, inverse_std = latent_statistics(self.config, latents)
         with stream.chunk():
             return self.model.decode(latents / inverse_std + mean, stream)
 
