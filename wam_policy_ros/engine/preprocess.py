@@ -70,10 +70,8 @@ def stitch_views(
         InvalidImage: dtype, size or number of frames.
         ConfigError: not three cameras, or an unknown mosaic.
     """
-    cameras = embodiment.cameras if cameras is None else tuple(cameras)
-    if len(cameras) != 3:
-        raise ConfigError("a mosaic has three views", got=[c.name for c in cameras], expected="three cameras")
-    _check(frames, cameras)
+    cameras = mosaic_cameras(embodiment, cameras)
+    check_views(frames, cameras)
     views = [
         preprocess_view(
             torch.from_numpy(_writable(frames[c.name])).to(resize_device),
@@ -83,15 +81,32 @@ def stitch_views(
         )
         for c in cameras
     ]
+    return lay_out_mosaic(views, embodiment).to(device)
+
+
+def mosaic_cameras(embodiment: Embodiment, cameras: Sequence[CameraSpec] | None) -> tuple[CameraSpec, ...]:
+    """The three views of a mosaic.
+
+    Raises:
+        ConfigError: not three, or an unknown mosaic.
+    """
+    cameras = tuple(embodiment.cameras if cameras is None else cameras)
+    if len(cameras) != 3:
+        raise ConfigError("a mosaic has three views", got=[c.name for c in cameras], expected="three cameras")
+    if embodiment.mosaic not in ("wrist_on_top", "quad"):
+        raise ConfigError("unknown mosaic", got=embodiment.mosaic, expected="wrist_on_top or quad")
+    return cameras
+
+
+def lay_out_mosaic(views: Sequence[Tensor], embodiment: Embodiment) -> Tensor:
+    """Three views ``[T, H, W, 3]`` as one picture ``[1, T, 2 * H, 2 * W, 3]``, see :func:`stitch_views`."""
     if embodiment.mosaic == "wrist_on_top":
         top = views[2].repeat_interleave(2, dim=2)
         bottom = torch.cat([views[0], views[1]], dim=2)
-    elif embodiment.mosaic == "quad":
+    else:
         top = torch.cat([views[0], views[2]], dim=2)
         bottom = torch.cat([views[1], torch.zeros_like(views[1])], dim=2)
-    else:
-        raise ConfigError("unknown mosaic", got=embodiment.mosaic, expected="wrist_on_top or quad")
-    return torch.cat([top, bottom], dim=1)[None].to(device)
+    return torch.cat([top, bottom], dim=1)[None]
 
 
 def to_model_video(images: Tensor, dtype: torch.dtype, target_hw: tuple[int, int] | None = None) -> Tensor:
@@ -123,7 +138,12 @@ def to_model_video(images: Tensor, dtype: torch.dtype, target_hw: tuple[int, int
     return video.permute(0, 4, 1, 2, 3).contiguous()
 
 
-def _check(frames: Mapping[str, Any], cameras: Sequence[CameraSpec]) -> None:
+def check_views(frames: Mapping[str, Any], cameras: Sequence[CameraSpec]) -> None:
+    """
+    Raises:
+        MissingInput: a view is absent.
+        InvalidImage: dtype, size or number of frames.
+    """
     counts = {}
     for camera in cameras:
         name = camera.name
