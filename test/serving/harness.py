@@ -171,7 +171,7 @@ class Client:
 
     def __init__(self, one: Served, path: str = "/", codec: Codec = "openpi", **options: Any) -> None:
         options = {"compression": None, "max_size": None, "proxy": None, "open_timeout": 5} | options
-        self.socket: ClientConnection = connect(one.url(path), **options)
+        self.socket: ClientConnection = connect(one.url(path), **options).__enter__()
         self.codec: Codec = codec
         first = self.socket.recv(timeout=5)
         assert isinstance(first, bytes)

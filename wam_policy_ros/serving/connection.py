@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -242,12 +243,14 @@ class Connection:
                 await self._reset(content)
             else:
                 await self._infer(item, content)
-        except WamError as error:
+        except (ConnectionClosed, OSError):
+            raise
+        except Exception as error:
+            if not isinstance(error, WamError):  # a bug here is an error for its client, and for nobody else
+                self._server.log("error", f"{self._peer}: answering raised\n{traceback.format_exc()}")
+                error = EngineError("the server failed to answer", got=type(error).__name__)
             outcome = type(error).__name__
-            if self._ended:
-                alive = False
-            else:
-                alive = await self._refuse(error)
+            alive = not self._ended and await self._refuse(error)
         self._server.metrics.requests.labels(self._dialect.name, endpoint, outcome).inc()
         self._previous_total_ms = (time.monotonic() - item.received_s) * 1e3
         return alive

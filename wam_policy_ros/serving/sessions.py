@@ -114,7 +114,8 @@ class SessionTable:
             return
         now = self._clock()
         left = [self.resume_s - (now - s.left_s) for s in self._sessions.values() if s.left_s is not None]
-        waiting = f", {len(left)} of them wait for a lost client, the first for {max(min(left), 0):.0f} s more"
+        wait_s = max(min(left, default=0.0), 0.0)
+        waiting = f", {len(left)} of them wait for a lost client, the first for {wait_s:.0f} s more"
         raise Overloaded(
             "there is no room for another session",
             got=f"{len(self._sessions)} of {self.max_sessions} in use{waiting if left else ''}",

@@ -111,7 +111,9 @@ class RequestReader:
             )
         request = _flat(message.value)
         endpoint = request.get("endpoint", "infer")
-        if endpoint == "reset":
+        if not isinstance(endpoint, str):  # an array would not even compare
+            endpoint = type(endpoint).__name__
+        elif endpoint == "reset":
             return self._reset(request)
         if endpoint != "infer":
             raise ObservationError(
