@@ -49,8 +49,8 @@ class OpenPIServer:
         config: see ``ServerConfig``.
         owner: the policy's thread; started and stopped by the caller, before or after the server. Until its policy is
             ready, connected clients wait for their metadata.
-        log: called from the server's thread with a level (``info``, ``warning``, ``error``) and text, one line unless a bug
-            shows its traceback.
+        log: called from the server's thread with a level (``info``, ``warning``, ``error``) and text, one line
+            unless a bug shows its traceback.
     """
 
     def __init__(self, config: ServerConfig, owner: PolicyThread, *, log: Log) -> None:
