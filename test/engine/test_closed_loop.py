@@ -14,6 +14,7 @@ from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.engine.closed_loop import StepInputs, closed_loop_step
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.encode import PromptEncoder, encode_first_frame, expand_observation
+from wam_policy_ros.engine.plain_path import PlainPath
 from wam_policy_ros.engine.preprocess import to_model_video
 from wam_policy_ros.engine.sampler import Noise, conditioning_slice, draw_noise
 from wam_policy_ros.engine.session import WindowState, reset_reason
@@ -86,7 +87,7 @@ def _row(inputs, i):
 
 def _step(network, state, inputs, **options):
     config = options.pop("config", CONFIG)
-    return closed_loop_step(network, config, state, inputs, PromptEncoder(network), **options)
+    return closed_loop_step(network, config, state, inputs, PlainPath(network, config), **options)
 
 
 def _run(network, plan, **options):
@@ -336,12 +337,12 @@ def test_decoupled_noise_leaves_the_video_noisy():
 
 
 def test_noise_is_the_seeds_and_can_be_injected(network):
-    noise = draw_noise(1140, (1, 16, 2, 4, 8), (1, 24, 32), network)
+    noise = draw_noise(1140, torch.empty(1, 16, 1, 4, 8), network)
     generator = torch.Generator().manual_seed(1140)
     assert torch.equal(noise.video, torch.randn(1, 16, 2, 4, 8, generator=generator, dtype=torch.bfloat16).float())
     # Two fresh generators: both draws start from the same state.
     assert torch.equal(noise.action.flatten(), noise.video.flatten()[:768])
-    noise = draw_noise(1140, (1, 16, 2, 2, 4), (1, 24, 32), network)
+    noise = draw_noise(1140, torch.empty(1, 16, 2, 2, 4), network)
     drawn, injected = (_step(network, WindowState(), _inputs(1), noise=n) for n in (None, noise))
     assert drawn.action.equal(injected.action)
     other = _step(network, WindowState(), _inputs(1), noise=Noise(-noise.video, noise.action))

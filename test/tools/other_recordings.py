@@ -25,7 +25,7 @@ from wam_policy_ros.contract.transforms import decode_actions, encode_state
 from wam_policy_ros.engine.build import synthetic_metadata
 from wam_policy_ros.engine.closed_loop import StepInputs, closed_loop_step
 from wam_policy_ros.engine.config import EngineConfig
-from wam_policy_ros.engine.encode import PromptEncoder
+from wam_policy_ros.engine.plain_path import PlainPath
 from wam_policy_ros.engine.preprocess import stitch_views
 from wam_policy_ros.engine.sampler import Noise
 from wam_policy_ros.engine.session import WindowState
@@ -212,7 +212,7 @@ class Maker:
             self._randn(b, 16, cfg.dit.num_frame_per_block, HEIGHT // 8, WIDTH // 8),
             self._randn(b, cfg.action_horizon, cfg.dit.action_dim),
         )
-        state, prompts = WindowState(), PromptEncoder(network)
+        state, path = WindowState(), PlainPath(network, config)
         recorded: dict[str, Tensor] = {}
         trace: dict[str, Tensor] = {}
         for i in range(len(self.size["plan"]))[:calls]:
@@ -220,7 +220,7 @@ class Maker:
             step = StepInputs(*(inputs[key + n] for n in ("images", "text", "text_attention_mask", "text_negative",
                                                           "text_attention_mask_negative")),
                               inputs[key + "state"].double())  # fmt: skip
-            result = closed_loop_step(network, config, state, step, prompts, noise=noise, probe=seen.__setitem__)
+            result = closed_loop_step(network, config, state, step, path, noise=noise, probe=seen.__setitem__)
             state = result.state
             seen |= {
                 "action_pred": result.action, "video_pred": result.video,

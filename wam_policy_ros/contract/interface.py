@@ -170,6 +170,8 @@ class Observation:
         session_start_ns: frames older than this belong to another episode and are never used.
         committed: rows of the running plan the new chunk shall agree with; only for a policy whose spec says
             ``inpainting``. None: no constraint.
+        want_video: somebody will look at the predicted video (``Policy.render_video``). Without, a policy may leave out
+            what only the video needs; the actions are the same.
     """
 
     frames: Mapping[str, npt.NDArray[np.uint8]]
@@ -179,6 +181,7 @@ class Observation:
     frame_stamps_ns: Mapping[str, npt.NDArray[np.int64]] | None = None
     session_start_ns: int | None = None
     committed: CommittedRows | None = None
+    want_video: bool = True
 
 
 class ResetReason(str, Enum):

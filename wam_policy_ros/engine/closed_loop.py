@@ -15,11 +15,12 @@ from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import EngineConfig
-from .encode import Prompt, PromptEncoder, encode_first_frame, expand_observation
-from .kv_cache import KVWindow
+from .encode import FirstFrame, expand_observation
+from .inpaint import Committed
 from .preprocess import to_model_video
-from .sampler import Noise, Probe, denoise, draw_noise, prefill
+from .sampler import Noise, Probe
 from .session import WindowState, reset_reason
+from .step_path import StepPath
 from .timing import StageTimer
 
 
@@ -48,7 +49,8 @@ class StepResult:
     Attributes:
         state: the memory to keep if the caller accepts the result.
         action: normalised rows ``[B, N, action_dim]``.
-        video: predicted latents ``[B, z, F, h, w]``; on a restarted window the clean first-frame latent comes first.
+        video: predicted latents ``[B, z, F, h, w]``, None unless wanted; on a restarted window the clean first-frame
+            latent comes first.
         context: latent of the newest observed frame ``[B, z, 1, h, w]``, the context for decoding ``video``.
         reset: why the window was restarted, or None.
         evaluated: solver steps that evaluated the network.
@@ -56,7 +58,7 @@ class StepResult:
 
     state: WindowState
     action: Tensor
-    video: Tensor
+    video: Tensor | None
     context: Tensor
     reset: ResetReason | None
     evaluated: list[int]
@@ -68,17 +70,24 @@ def closed_loop_step(
     config: EngineConfig,
     state: WindowState,
     inputs: StepInputs,
-    prompts: PromptEncoder,
+    path: StepPath,
     *,
     noise: Noise | None = None,
+    want_video: bool = True,
+    committed: Committed | None = None,
     cancelled: Callable[[], bool] | None = None,
     probe: Probe | None = None,
     timer: StageTimer | None = None,
 ) -> StepResult:
-    """Run one call. ``state`` is not changed; the new memory is in the result.
+    """Run one call. What ``state`` sees is not changed; the new memory is in the result.
+
+    The caller keeps one of the two, and gives the other one to ``path.let_go``; after an exception that has been done.
 
     Args:
+        path: how to run the network.
         noise: injected starting noise; drawn from ``config.seed`` on the device when None.
+        want_video: the predicted video is wanted; without, the result's ``video`` is None.
+        committed: rows the action has to agree with.
         probe: called with a name and a tensor at every recorded point (for comparisons).
 
     Raises:
@@ -90,66 +99,65 @@ def closed_loop_step(
     timer = timer or StageTimer(network.device)
     frames = inputs.images.shape[1]
     with timer.stage("text"):
-        prompt = prompts(inputs.ids, inputs.mask)
-        negative = prompts(inputs.negative_ids, inputs.negative_mask)
+        prompt = path.prompts(inputs.ids, inputs.mask)
+        negative = path.prompts(inputs.negative_ids, inputs.negative_mask)
     _report(probe, prompt_emb0=prompt.embedding, prompt_emb1=negative.embedding)
 
     guided = config.guidance_scale != 1.0
     reason = reset_reason(state, inputs.ids, frames, cfg.dit.local_attn_size)
-    if reason is None and (state.uncond is not None) != guided:
+    if reason is None and state.guided != guided:
         reason = ResetReason.FIRST_CALL
     video = to_model_video(inputs.images.to(network.device), network.dtype, cfg.target_video_hw)
     if reason is None:
-        # The ids are those of the last call; the mask need not be.
-        draft = replace(state.forked(), prompt=prompt, negative=negative if guided else None)
         with timer.stage("vae_encode"):
-            latents = _observe(network, video, probe)
-        start = state.current_start_frame - block
+            latents = _observe(path, video, block, probe)
+        draft, start = path.continued(state, prompt, negative if guided else None), state.current_start_frame - block
     else:
         with timer.stage("first_frame"):
-            draft, latents = _restart(network, state, video, prompt, negative if guided else None, reason, probe)
+            first = _first_frame(network, path, video, probe)
+            draft, latents = path.restarted(state, first, prompt, negative if guided else None, reason), first.latent
         start = 0
-
-    with timer.stage("prefill"):
-        prefill(network, draft, latents, start, probe)
-    if reason is not None:
-        draft = replace(draft, current_start_frame=1)
-    if noise is None:
-        batch, z, _, height, width = latents.shape
-        action_shape = (batch, cfg.action_horizon, cfg.dit.action_dim)
-        noise = draw_noise(config.seed, (batch, z, block, height, width), action_shape, network)
-    with timer.stage("denoise"):
-        predicted, action, evaluated = denoise(
-            network, config, draft, noise, inputs.proprio, cancelled=cancelled, probe=probe
-        )
-    result = torch.cat([latents, predicted], dim=2) if reason is not None else predicted
+    try:
+        with timer.stage("prefill"):
+            draft = path.prefill(draft, latents, start, probe)
+        if reason is not None:
+            draft = replace(draft, current_start_frame=1)
+        if noise is None:
+            noise = path.draw_noise(config.seed, latents)
+        with timer.stage("denoise"):
+            out = path.denoise(
+                draft,
+                noise,
+                inputs.proprio,
+                want_video=want_video,
+                committed=committed,
+                cancelled=cancelled,
+                probe=probe,
+            )
+    except BaseException:
+        path.let_go(draft, state)
+        raise
+    predicted = out.video
+    if predicted is not None and reason is not None:
+        predicted = torch.cat([latents, predicted], dim=2)
     new_state = replace(draft, current_start_frame=draft.current_start_frame + block)
-    return StepResult(new_state, action, result, latents[:, :, -1:], reason, evaluated)
+    return StepResult(new_state, out.action, predicted, latents[:, :, -1:], reason, out.evaluated)
 
 
-def _observe(network: DreamZero, video: Tensor, probe: Probe | None) -> Tensor:
+def _observe(path: StepPath, video: Tensor, block: int, probe: Probe | None) -> Tensor:
     """Latents of the observed block ``[B, z, block, h, w]``; the VAE starts afresh in every call (spec 3.3 d)."""
-    block = network.config.dit.num_frame_per_block
     clip = expand_observation(video, block)
-    encoded = network.vae.encode(clip)
+    encoded = path.encode_clip(clip)
     _report(probe, **{"vae_encode0.in_frames": torch.tensor(clip.shape[2]), "vae_encode0.out": encoded})
     return encoded[:, :, -block:]
 
 
-def _restart(
-    network: DreamZero,
-    state: WindowState,
-    video: Tensor,
-    prompt: Prompt,
-    negative: Prompt | None,
-    reason: ResetReason,
-    probe: Probe | None,
-) -> tuple[WindowState, Tensor]:
-    """An empty window conditioned on one frame, and the latent of that frame ``[B, z, 1, h, w]``."""
+def _first_frame(network: DreamZero, path: StepPath, video: Tensor, probe: Probe | None) -> FirstFrame:
+    """Conditioning of a window that starts with this call."""
     # With 4 (or 9) frames the window restarts from the newest, otherwise from the first (spec 3.3 b).
     frames = video.shape[2]
     pick = frames - 1 if frames in (4, 9) else 0
-    first = encode_first_frame(network, video[:, :, pick : pick + 1])
+    first = path.encode_first(video[:, :, pick : pick + 1])
     _report(
         probe,
         **{
@@ -159,30 +167,10 @@ def _restart(
             "clip_feas": first.clip_features,
         },
     )
-    draft = WindowState(
-        current_start_frame=0,
-        prompt=prompt,
-        negative=negative,
-        clip_features=first.clip_features,
-        ys=first.ys,
-        image_kv=network.model.image_kv(first.clip_features),
-        cond=_fresh_window(network, state.cond, reason),
-        uncond=_fresh_window(network, state.uncond, reason) if negative is not None else None,
-    )
-    return draft, first.latent
+    return first
 
 
 def _report(probe: Probe | None, **values: Tensor) -> None:
     if probe is not None:
         for name, value in values.items():
             probe(name, value)
-
-
-def _fresh_window(network: DreamZero, old: KVWindow | None, reason: ResetReason) -> KVWindow:
-    """An empty window. Buffers are reused only where the old contents can never be needed again: a full window restarts
-    whatever happens to this call, the others must survive a cancelled step."""
-    if old is not None and reason is ResetReason.WINDOW_FULL:
-        return old.emptied()
-    dit = network.config.dit
-    # The block being denoised is never stored, so the cache holds one block less than the attention window.
-    return KVWindow((dit.local_attn_size - dit.num_frame_per_block) * dit.frame_seqlen)

@@ -14,6 +14,12 @@ from .step_schedule import BENCHMARK_ONLY, STATIC_MASKS, fixed_steps
 
 NUM_STEPS = 16  # solver steps; hard-coded upstream, where config.json's num_inference_timesteps is dead
 
+CHOICES: dict[str, tuple[str, ...]] = {
+    "step": ("plain", "fused"),
+    "linears": ("native", "fp8"),
+    "attention": ("torch", "cudnn", "fp8"),
+}
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -32,6 +38,12 @@ class EngineConfig:
             ``off``: the conditional flow alone.
         seed: of the noise; the same for every call, as upstream.
         sigma_shift: of the flow-matching schedule.
+        step: ``plain``: the published algorithm, operation by operation; ``fused``: both guidance branches as one batch,
+            fused kernels, keys and values in place. *Numeric*: the same algorithm with other rounding.
+        linears: of the fused step: ``native`` (the network's dtype) or ``fp8``.
+        attention: of the fused step: ``torch`` (PyTorch chooses), ``cudnn``, or ``fp8`` (cuDNN's 8-bit kernel on NVIDIA
+            GPUs that have one; keys and values then take half the memory).
+        graphs: replay the fused step as CUDA graphs. *Exact*: the same kernels.
     """
 
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
@@ -42,6 +54,10 @@ class EngineConfig:
     guidance_between: Literal["reuse", "off"] = "reuse"
     seed: int = 1140
     sigma_shift: float = 5.0
+    step: Literal["plain", "fused"] = "plain"
+    linears: Literal["native", "fp8"] = "native"
+    attention: Literal["torch", "cudnn", "fp8"] = "torch"
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "bfloat16", "float32", "float64"):
@@ -63,6 +79,25 @@ class EngineConfig:
         if type(self.seed) is not int:
             raise ConfigError("seed must be an integer", got=repr(self.seed))
         self._check_guidance()
+        self._check_step()
+
+    def _check_step(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"unknown {name}", got=repr(getattr(self, name)), expected=", ".join(known))
+        if type(self.graphs) is not bool:
+            raise ConfigError("graphs must be true or false", got=repr(self.graphs))
+        if self.step == "plain":
+            defaults = EngineConfig.__dataclass_fields__
+            useless = [n for n in ("linears", "attention", "graphs") if getattr(self, n) != defaults[n].default]
+            if useless:
+                raise ConfigError(
+                    "options of the fused step have no effect on the plain one",
+                    got=", ".join(f"{n}: {getattr(self, n)}" for n in useless),
+                    remedy="set step: fused, or leave them out",
+                )
+        elif self.dtype == "float64":
+            raise ConfigError("the fused step computes in float32", got="dtype: float64", remedy="set step: plain")
 
     def _check_guidance(self) -> None:
         if self.guidance_between not in ("reuse", "off"):
@@ -95,6 +130,17 @@ class EngineConfig:
     def reference(cls) -> EngineConfig:
         """The published algorithm as upstream ships it: 8 of 16 evaluations, guidance 5, seed 1140."""
         return cls()
+
+    @classmethod
+    def fast(cls, **changes: Any) -> EngineConfig:
+        """The same algorithm at full speed on a GPU with FP8 units; tier *numeric*."""
+        options: dict[str, Any] = {"step": "fused", "linears": "fp8", "attention": "cudnn", "graphs": True}
+        return cls(**(options | changes))
+
+    @property
+    def tier(self) -> str:
+        """How results relate to the published algorithm at the same schedule."""
+        return "reference" if self.step == "plain" else "numeric"
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> EngineConfig:

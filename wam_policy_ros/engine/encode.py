@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +22,34 @@ class Prompt:
     Attributes:
         ids: int64 ``[B, text_len]``.
         embedding: text states ``[B, text_len, text_dim]``, padding rows zero.
-        text_kv: cross-attention K/V per layer.
+        keys: cross-attention K/V, in the form of the path that runs the network: per layer (plain), or ``TextKeys``.
     """
 
     ids: Tensor
     embedding: Tensor
-    text_kv: list[KV]
+    keys: Any
+
+    @property
+    def text_kv(self) -> list[KV]:
+        """The plain path's K/V per layer."""
+        return self.keys
 
 
 class PromptEncoder:
-    """Encodes prompts, remembering the last few by their token ids (exact: the encoder has no other input)."""
+    """Encodes prompts, remembering the last few by their token ids (exact: the encoder has no other input).
 
-    def __init__(self, network: DreamZero, max_prompts: int = 4) -> None:
+    Args:
+        network: text encoder and text embedding.
+        keys: makes ``Prompt.keys`` from text states ``[B, text_len, text_dim]`` and the length of the text in tokens;
+            None for the plain path's.
+        max_prompts: how many are remembered.
+    """
+
+    def __init__(
+        self, network: DreamZero, keys: Callable[[Tensor, int], Any] | None = None, max_prompts: int = 4
+    ) -> None:
         self._network = network
+        self._keys = keys or (lambda states, length: network.model.text_kv(states))
         self._max = max_prompts
         self._known: OrderedDict[bytes, Prompt] = OrderedDict()
 
@@ -41,10 +58,10 @@ class PromptEncoder:
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        network = self._network
+        network, length = self._network, int(mask.sum(dim=1).min())
         ids, mask = ids.to(network.device), mask.to(network.device)
         embedding = zero_padding(network.text_encoder(ids, mask), mask)
-        prompt = Prompt(ids, embedding, network.model.text_kv(embedding))
+        prompt = Prompt(ids, embedding, self._keys(embedding, length))
         self._known[key] = prompt
         while len(self._known) > self._max:
             self._known.popitem(last=False)

@@ -16,17 +16,18 @@ from wam_policy_ros.contract.errors import EngineError, PromptError, SessionErro
 from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec
 from wam_policy_ros.contract.normalization import Statistics
 from wam_policy_ros.contract.prompts import NEGATIVE_PROMPT, build_prompt
-from wam_policy_ros.contract.transforms import decode_actions, encode_state
+from wam_policy_ros.contract.transforms import decode_actions, encode_actions, encode_state
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import ModelError
 from wam_policy_ros.model.tokenizer import Tokenizer
 
-from .closed_loop import StepInputs, closed_loop_step
+from .closed_loop import StepInputs, StepResult, closed_loop_step
 from .config import EngineConfig
-from .encode import PromptEncoder
+from .inpaint import Committed
+from .paths import make_path
 from .preprocess import stitch_views
 from .sampler import Noise, Probe
-from .session import Session
+from .session import Session, WindowState
 from .timing import StageTimer
 
 
@@ -48,6 +49,7 @@ class DreamZeroPolicy:
         config: how to run.
         weights: where the weights come from, for people.
         random_weights: True when they were never trained.
+        like: a policy of the same network whose prepared weights may be used again.
     """
 
     def __init__(
@@ -60,13 +62,14 @@ class DreamZeroPolicy:
         *,
         weights: str,
         random_weights: bool = False,
+        like: DreamZeroPolicy | None = None,
     ) -> None:
         self.network = network
         self.embodiment = embodiment
         self.statistics = statistics
         self.tokenizer = tokenizer
         self.config = config or EngineConfig.reference()
-        self._prompts = PromptEncoder(network)
+        self.path = make_path(network, self.config, embodiment, like.path if like is not None else None)
         self._negative = tokenizer([NEGATIVE_PROMPT])
         self.spec = PolicySpec(
             embodiment=embodiment.tag,
@@ -76,6 +79,7 @@ class DreamZeroPolicy:
             control_rate_hz=embodiment.control_rate_hz,
             horizon=network.config.action_horizon,
             frame_offsets=embodiment.frame_offsets,
+            inpainting=True,
             weights=weights,
             random_weights=random_weights,
             details={
@@ -134,8 +138,10 @@ class DreamZeroPolicy:
             self.config if session.seed is None else replace(self.config, seed=session.seed),
             session.window,
             StepInputs(images, ids, mask, *self._negative, proprio),
-            self._prompts,
+            self.path,
             noise=noise,
+            want_video=observation.want_video,
+            committed=self._committed(observation),
             cancelled=cancelled,
             probe=probe,
             timer=timer,
@@ -144,14 +150,15 @@ class DreamZeroPolicy:
         with timer.stage("decode_actions", host=True):
             rows = decode_actions(normalised, self.spec.action, self.statistics, observation.state)
         if not np.isfinite(rows).all():
+            self.path.let_go(result.state, session.window)
             raise EngineError(
                 "the network's action is not finite; the session is unchanged",
                 got=f"{int((~np.isfinite(rows)).sum())} of {rows.size} values",
                 remedy="check the weights and the observation; nothing of this chunk may be executed",
             )
         step, session.step = session.step, session.step + 1
+        self.path.let_go(session.window, result.state)
         session.history, session.window = history, result.state
-        predicted = result.video[:, :, -self.network.config.dit.num_frame_per_block :]
         return ActionChunk(
             actions=rows,
             dt_s=self.spec.dt_s,
@@ -160,19 +167,21 @@ class DreamZeroPolicy:
             step=step,
             reset=result.reset,
             timings_s=timer.finish(),
-            video=PredictedVideo(torch.cat([result.context, predicted], dim=2)),
+            video=self._predicted(result),
             info={"evaluated": result.evaluated, **drawn.info},
         )
 
     def reset(self, session: Session) -> None:
         """Forget the episode; the next call is a first call."""
         session.check(self)
+        self.path.let_go(session.window, WindowState())
         session.clear()
 
     def close(self, session: Session) -> None:
         """Free the session's memory. Idempotent."""
         if not session.closed:
             session.check(self)
+            self.path.let_go(session.window, WindowState())
             session.close()
 
     @torch.inference_mode()
@@ -201,6 +210,27 @@ class DreamZeroPolicy:
                 remedy="use a shorter instruction",
             ) from error
 
+    def _predicted(self, result: StepResult) -> PredictedVideo | None:
+        if result.video is None:
+            return None
+        predicted = result.video[:, :, -self.network.config.dit.num_frame_per_block :]
+        return PredictedVideo(torch.cat([result.context, predicted], dim=2))
+
+    def _committed(self, observation: Observation) -> Committed | None:
+        rows = observation.committed
+        if rows is None:
+            return None
+        rows.check_fit(self.spec)
+        width, live = self.network.config.dit.action_dim, self.spec.action_dim
+        # Relative joints count from the state of this call, as those of the chunk do.
+        encoded = encode_actions(rows.rows, self.spec.action, self.statistics, observation.state, width)
+        target = np.zeros((self.spec.horizon, width))
+        weights = np.zeros_like(target)
+        target[: len(encoded)] = encoded
+        weights[: len(encoded), :live] = rows.weights[:, None]  # the padding columns are nobody's
+        where = (self.network.device, self.network.dtype)
+        return Committed(torch.from_numpy(target)[None].to(*where), torch.from_numpy(weights)[None].to(*where))
+
     def _encode_state(self, observation: Observation) -> Tensor:
         width = self.network.config.dit.max_state_dim
         vector = encode_state(observation.state, self.spec.state, self.statistics, width)
@@ -218,4 +248,5 @@ def with_config(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
         replace(policy.config, **changes),
         weights=policy.spec.weights,
         random_weights=policy.spec.random_weights,
+        like=policy,
     )

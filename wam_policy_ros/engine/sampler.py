@@ -15,6 +15,7 @@ from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.rope import Rotary
 
 from .config import NUM_STEPS, EngineConfig
+from .inpaint import Committed, constrained_flow
 from .session import WindowState
 from .step_schedule import make_schedule
 from .unipc import UniPC, decouple, flow_sigmas, timesteps_of
@@ -30,15 +31,31 @@ class Noise:
     action: Tensor
 
 
-def draw_noise(seed: int, video_shape: tuple[int, ...], action_shape: tuple[int, ...], network: DreamZero) -> Noise:
-    """Noise as upstream draws it: bf16 on the device, a fresh generator for each, the same in every call (spec 4.2)."""
+def draw_noise(seed: int, latents: Tensor, network: DreamZero) -> Noise:
+    """Noise as upstream draws it: bf16 on the device, a fresh generator for each, the same in every call (spec 4.2).
+
+    Args:
+        latents: ``[B, z, F, h, w]``, for batch, channels and size.
+    """
+    cfg = network.config
+    batch, channels, _, height, width = latents.shape
 
     def draw(shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator(device=network.device).manual_seed(seed)
         noise = torch.randn(shape, generator=generator, device=network.device, dtype=torch.bfloat16)
         return noise.to(network.dtype)
 
-    return Noise(draw(video_shape), draw(action_shape))
+    return Noise(
+        draw((batch, channels, cfg.dit.num_frame_per_block, height, width)),
+        draw((batch, cfg.action_horizon, cfg.dit.action_dim)),
+    )
+
+
+def noise_levels(network: DreamZero, config: EngineConfig) -> tuple[Tensor, Tensor]:
+    """Sigmas of video and action, float32 ``[17]`` each."""
+    action = flow_sigmas(NUM_STEPS, config.sigma_shift)
+    cfg = network.config
+    return decouple(action, cfg.video_inference_final_noise) if cfg.decouple_inference_noise else action, action
 
 
 def conditioning_slice(ys: Tensor, start: int, frames: int) -> Tensor:
@@ -46,6 +63,23 @@ def conditioning_slice(ys: Tensor, start: int, frames: int) -> Tensor:
     if start + frames > ys.shape[2]:
         return ys[:, :, -frames:]
     return ys[:, :, start : start + frames]
+
+
+class Guidance:
+    """Classifier-free guidance on the video flow over one call."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._difference: Tensor | None = None  # conditional minus unguided flow of the last guided evaluation
+
+    def __call__(self, flows: list[Tensor]) -> Tensor:
+        """The flow to follow, from the conditional one and, where it was evaluated, the unguided one."""
+        if len(flows) == 2:
+            self._difference = flows[0] - flows[1]
+            return flows[1] + self._config.guidance_scale * self._difference
+        if self._difference is not None and self._config.guidance_between == "reuse":
+            return flows[0] + (self._config.guidance_scale - 1) * self._difference
+        return flows[0]
 
 
 def prefill(network: DreamZero, state: WindowState, latents: Tensor, start_frame: int, probe: Probe | None) -> None:
@@ -72,6 +106,7 @@ def denoise(
     noise: Noise,
     proprio: Tensor,
     *,
+    committed: Committed | None = None,
     cancelled: Callable[[], bool] | None,
     probe: Probe | None,
 ) -> tuple[Tensor, Tensor, list[int]]:
@@ -79,6 +114,7 @@ def denoise(
 
     Args:
         proprio: normalised state ``[B, 1, max_state_dim]``.
+        committed: rows the action has to agree with.
         cancelled: asked before every solver step.
 
     Returns:
@@ -88,13 +124,10 @@ def denoise(
         Cancelled: ``cancelled()`` was true.
     """
     assert state.ys is not None
-    dit, cfg = network.model, network.config
+    dit = network.model
     start = state.current_start_frame
     frames, height, width = noise.video.shape[2:]
-    sigmas_action = flow_sigmas(NUM_STEPS, config.sigma_shift)
-    sigmas_video = sigmas_action
-    if cfg.decouple_inference_noise:
-        sigmas_video = decouple(sigmas_action, cfg.video_inference_final_noise)
+    sigmas_video, sigmas_action = noise_levels(network, config)
     if probe is not None:
         probe("video_sigmas", sigmas_video)
         probe("video_timesteps", timesteps_of(sigmas_video))
@@ -108,7 +141,7 @@ def denoise(
     video, action = noise.video.transpose(1, 2), noise.action  # the solver keeps frames before channels
     flow_video: Tensor | None = None
     flow_action: Tensor | None = None
-    difference: Tensor | None = None  # conditional minus unguided flow of the last guided evaluation
+    guidance = Guidance(config)
     evaluated: list[int] = []
     for i in range(NUM_STEPS):
         if cancelled is not None and cancelled():
@@ -116,12 +149,7 @@ def denoise(
         if flow_video is None or schedule.should_run(i):
             run = branches if config.guides(i) else branches[:1]
             outputs = _evaluate(network, run, video, action, y, table, proprio, times_video[i], times_action[i])
-            guided = outputs[0].video
-            if len(outputs) == 2:
-                difference = outputs[0].video - outputs[1].video
-                guided = outputs[1].video + config.guidance_scale * difference
-            elif difference is not None and config.guidance_between == "reuse":
-                guided = outputs[0].video + (config.guidance_scale - 1) * difference
+            guided = guidance([out.video for out in outputs])
             # Action: conditional branch alone, no guidance (DreamZero spec 4.5).
             flow_video, flow_action = guided, outputs[0].action
             assert flow_action is not None  # action tokens went in
@@ -133,7 +161,8 @@ def denoise(
                 probe(f"step{i}.action_flow_cond", flow_action)
         assert flow_video is not None and flow_action is not None  # the first step always evaluates
         video = solver_video.step(flow_video.transpose(1, 2), video)
-        action = solver_action.step(flow_action, action)
+        flow = constrained_flow(flow_action, action, float(sigmas_action[i]), committed)
+        action = solver_action.step(flow, action)
         if probe is not None:
             probe(f"after_step{i}.video", video)
             probe(f"after_step{i}.action", action)

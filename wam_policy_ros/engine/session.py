@@ -14,6 +14,7 @@ from wam_policy_ros.model.attention import KV, CrossKV
 
 from .encode import Prompt
 from .kv_cache import KVWindow
+from .window_slots import WindowSlot
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class WindowState:
         clip_features, ys: conditioning from the window's first frame.
         image_kv: cross-attention K/V of the image tokens per layer, the same for both branches.
         cond, uncond: cached K/V of observed frames per guidance branch.
+        slot: where the fused step keeps K/V instead of the three fields above; cached: video tokens in it.
     """
 
     current_start_frame: int = 0
@@ -36,6 +38,13 @@ class WindowState:
     image_kv: list[KV] = field(default_factory=list)
     cond: KVWindow | None = None
     uncond: KVWindow | None = None
+    slot: WindowSlot | None = None
+    cached: int = 0
+
+    @property
+    def guided(self) -> bool:
+        """The window has the second guidance branch."""
+        return self.uncond is not None or (self.slot is not None and self.slot.layout.branches == 2)
 
     def branches(self) -> list[tuple[Prompt, KVWindow]]:
         """The guidance branches in order: with the prompt, and with the negative prompt unless guidance is off."""

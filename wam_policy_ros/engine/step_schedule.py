@@ -39,10 +39,10 @@ class StaticSchedule:
     """A fixed set of step indices."""
 
     def __init__(self, steps: tuple[int, ...]) -> None:
-        self._steps = frozenset(steps)
+        self.steps = frozenset(steps)
 
     def should_run(self, step: int) -> bool:
-        return step in self._steps
+        return step in self.steps
 
     def evaluated(self, flow: Tensor) -> None:
         pass

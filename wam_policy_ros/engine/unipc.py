@@ -8,6 +8,8 @@ reproduce the recorded vectors bit for bit. Scalars are float32, on the CPU.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,34 +36,95 @@ def timesteps_of(sigmas: Tensor) -> Tensor:
     return (sigmas[:-1] * NUM_TRAIN_TIMESTEPS).to(torch.int64)
 
 
+@dataclass(frozen=True)
+class _Correction:
+    """Factors of the corrector at one noise level: float32 on the CPU."""
+
+    gain: Tensor
+    base: Tensor
+    r: Tensor | None = None
+    rho: Tensor | None = None  # [2]
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """Factors of the predictor to the next noise level."""
+
+    gain: Tensor
+    base: Tensor
+    r: Tensor | None
+
+
+@dataclass(frozen=True)
+class UniPCTables:
+    """Everything of a trajectory that does not depend on the samples, computed once per schedule.
+
+    Attributes:
+        sigmas: float32 ``[steps + 1]``.
+        corrections: of the levels 1, 2, ...; predictions: from each level to the next.
+    """
+
+    sigmas: Tensor
+    corrections: tuple[_Correction, ...]
+    predictions: tuple[_Prediction, ...]
+
+    @classmethod
+    def of(cls, sigmas: Tensor) -> UniPCTables:
+        alphas = 1 - sigmas
+        lambdas = torch.log(alphas) - torch.log(sigmas)
+        steps = len(sigmas) - 1
+        orders = [min(2, steps - i, i + 1) for i in range(steps)]
+        corrections = [cls._correction(sigmas, alphas, lambdas, i, orders[i - 1]) for i in range(1, steps)]
+        predictions = [cls._prediction(sigmas, alphas, lambdas, i, orders[i]) for i in range(steps)]
+        return cls(sigmas, tuple(corrections), tuple(predictions))
+
+    @staticmethod
+    def _correction(sigmas: Tensor, alphas: Tensor, lambdas: Tensor, i: int, last_order: int) -> _Correction:
+        h = lambdas[i] - lambdas[i - 1]
+        z = -h
+        b = torch.expm1(z)
+        gain, base = alphas[i] * b, sigmas[i] / sigmas[i - 1]
+        if last_order == 1:
+            return _Correction(gain, base)
+        r = (lambdas[i - 2] - lambdas[i - 1]) / h
+        phi1 = b / z - 1
+        b1 = phi1 / b
+        phi2 = phi1 / z - 0.5
+        b2 = 2 * phi2 / b
+        one = torch.ones_like(r)
+        rho = torch.linalg.solve(torch.stack([torch.stack([one, one]), torch.stack([r, one])]), torch.stack([b1, b2]))
+        return _Correction(gain, base, r, rho)
+
+    @staticmethod
+    def _prediction(sigmas: Tensor, alphas: Tensor, lambdas: Tensor, i: int, order: int) -> _Prediction:
+        h = lambdas[i + 1] - lambdas[i]
+        r = (lambdas[i - 1] - lambdas[i]) / h if order == 2 else None
+        return _Prediction(alphas[i + 1] * torch.expm1(-h), sigmas[i + 1] / sigmas[i], r)
+
+
 class UniPC:
     """One trajectory. Make a new object per sample; call :meth:`step` once per noise level, in order.
 
     Args:
-        sigmas: float32 ``[steps + 1]``.
+        schedule: float32 ``[steps + 1]`` noise levels, or their tables.
     """
 
-    def __init__(self, sigmas: Tensor) -> None:
-        self.sigmas = sigmas
-        self.alphas = 1 - sigmas
-        self.lambdas = torch.log(self.alphas) - torch.log(sigmas)
-        self.steps = len(sigmas) - 1
+    def __init__(self, schedule: Tensor | UniPCTables) -> None:
+        self._tables = schedule if isinstance(schedule, UniPCTables) else UniPCTables.of(schedule)
         self.index = 0
         self._x0: list[Tensor] = []  # the last two x0 predictions, oldest first
         self._last_sample: Tensor | None = None
-        self._last_order = 0
 
     def step(self, flow: Tensor, sample: Tensor) -> Tensor:
         """Advance ``sample`` from noise level ``index`` to the next, given the network's flow at this level."""
         i = self.index
-        x0 = sample - self._as(self.sigmas[i], sample) * flow
+        x0 = sample - self._as(self._tables.sigmas[i], sample) * flow
         if i > 0:
             sample = self._correct(x0)
         self._x0 = [*self._x0, x0][-2:]
-        order = min(2, self.steps - i, i + 1)
-        self._last_sample, self._last_order = sample, order
+        self._last_sample = sample
         self.index += 1
-        return self._predict(sample, order)
+        return self._predict(sample)
 
     @staticmethod
     def _as(scalar: Tensor, sample: Tensor) -> Tensor:
@@ -73,32 +136,20 @@ class UniPC:
         return scalar.to(sample.dtype) if sample.dtype in (torch.bfloat16, torch.float16) else scalar
 
     def _correct(self, x0: Tensor) -> Tensor:
-        i, m1 = self.index, self._x0[-1]
+        factors, m1 = self._tables.corrections[self.index - 1], self._x0[-1]
         assert self._last_sample is not None
-        h = self.lambdas[i] - self.lambdas[i - 1]
-        z = -h
-        b = torch.expm1(z)
-        gain = self._as(self.alphas[i] * b, x0)
-        base = self._as(self.sigmas[i] / self.sigmas[i - 1], x0) * self._last_sample - gain * m1
-        if self._last_order == 1:
+        gain = self._as(factors.gain, x0)
+        base = self._as(factors.base, x0) * self._last_sample - gain * m1
+        if factors.rho is None:
             return base - gain * (0.5 * (x0 - m1))
-        r = (self.lambdas[i - 2] - self.lambdas[i - 1]) / h
-        d = (self._x0[-2] - m1) / r
-        phi1 = b / z - 1
-        b1 = phi1 / b
-        phi2 = phi1 / z - 0.5
-        b2 = 2 * phi2 / b
-        one = torch.ones_like(r)
-        rho = torch.linalg.solve(torch.stack([torch.stack([one, one]), torch.stack([r, one])]), torch.stack([b1, b2]))
-        rho = rho.to(x0.dtype)
+        d = (self._x0[-2] - m1) / factors.r
+        rho = factors.rho.to(x0.dtype)
         return base - gain * (rho[0] * d + rho[1] * (x0 - m1))
 
-    def _predict(self, sample: Tensor, order: int) -> Tensor:
-        i, m0 = self.index - 1, self._x0[-1]
-        h = self.lambdas[i + 1] - self.lambdas[i]
-        gain = self._as(self.alphas[i + 1] * torch.expm1(-h), sample)
-        out = self._as(self.sigmas[i + 1] / self.sigmas[i], sample) * sample - gain * m0
-        if order == 2:
-            r = (self.lambdas[i - 1] - self.lambdas[i]) / h
-            out = out - gain * (0.5 * ((self._x0[-2] - m0) / r))
+    def _predict(self, sample: Tensor) -> Tensor:
+        factors, m0 = self._tables.predictions[self.index - 1], self._x0[-1]
+        gain = self._as(factors.gain, sample)
+        out = self._as(factors.base, sample) * sample - gain * m0
+        if factors.r is not None:
+            out = out - gain * (0.5 * ((self._x0[-2] - m0) / factors.r))
         return out

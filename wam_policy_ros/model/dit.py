@@ -144,23 +144,28 @@ class CausalDiT(nn.Module):
         The MLP runs once per frame, row and state token instead of once per token: the same numbers, fewer of them.
         State tokens share the timestep of the first action row of their group.
         """
-        cfg, device = self.cfg, timestep.device
+        cfg = self.cfg
         frames = timestep.shape[1]
         parts = [timestep]
         if timestep_action is not None:
             group = cfg.num_action_per_block // cfg.num_state_per_block
             parts += [timestep_action, timestep_action[:, ::group]]
-        half = cfg.freq_dim // 2
-        omega = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
-        phase = torch.cat(parts, dim=1).to(torch.float64).unsqueeze(-1) * omega
-        sinusoid = torch.cat([phase.cos(), phase.sin()], dim=-1).to(self.patch_embedding.weight.dtype)
-        e = self.time_embedding(sinusoid)
-        e6 = self.time_projection(e).unflatten(-1, (6, cfg.dim))
+        e, e6 = self.time_vectors(torch.cat(parts, dim=1))
 
         def per_token(x: Tensor) -> Tensor:
             return torch.cat([x[:, :frames].repeat_interleave(cfg.frame_seqlen, dim=1), x[:, frames:]], dim=1)
 
         return TimeConditioning(per_token(e), per_token(e6))
+
+    def time_vectors(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings ``e [B, n, dim]`` and ``e6 [B, n, 6, dim]`` of int64 timesteps ``[B, n]``."""
+        cfg = self.cfg
+        half = cfg.freq_dim // 2
+        omega = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=timestep.device) / half)
+        phase = timestep.to(torch.float64).unsqueeze(-1) * omega
+        sinusoid = torch.cat([phase.cos(), phase.sin()], dim=-1).to(self.patch_embedding.weight.dtype)
+        e = self.time_embedding(sinusoid)
+        return e, self.time_projection(e).unflatten(-1, (6, cfg.dim))
 
     # -- one forward -------------------------------------------------------------------------------------------
 
@@ -208,14 +213,14 @@ class CausalDiT(nn.Module):
             )
             kv.append(new)
         patches = self.head(hidden[:, :count], time.e[:, :count])
-        flow = self._unpatchify(patches, frames, height // 2, width // 2)
+        flow = self.unpatchify(patches, frames, height // 2, width // 2)
         rows = None if action is None else self.action_decoder(hidden[:, count : count + action.shape[1]])
         return DiTOutput(flow, rows, kv)
 
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
 
-    def _unpatchify(self, patches: Tensor, frames: int, rows: int, cols: int) -> Tensor:
+    def unpatchify(self, patches: Tensor, frames: int, rows: int, cols: int) -> Tensor:
         """``[B, F*rows*cols, 4*c]`` with c fastest inside a 2x2 patch -> ``[B, c, F, 2*rows, 2*cols]``."""
         grid = patches.unflatten(1, (frames, rows, cols)).unflatten(-1, (2, 2, self.cfg.out_dim))
         return grid.permute(0, 6, 1, 2, 4, 3, 5).flatten(3, 4).flatten(4, 5)

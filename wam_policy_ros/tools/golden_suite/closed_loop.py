@@ -10,9 +10,10 @@ from torch import Tensor
 
 from wam_policy_ros.engine.closed_loop import StepInputs, closed_loop_step
 from wam_policy_ros.engine.config import NUM_STEPS, EngineConfig
-from wam_policy_ros.engine.encode import PromptEncoder
+from wam_policy_ros.engine.plain_path import PlainPath
 from wam_policy_ros.engine.sampler import Noise
 from wam_policy_ros.engine.session import WindowState
+from wam_policy_ros.engine.step_path import StepPath
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 
@@ -94,15 +95,15 @@ class _Variant:
         self.steps = Group(trace_name, "every solver step", limit)
 
     def replay(self) -> list[Row]:
-        state, prompts = WindowState(), PromptEncoder(self.network)
+        state, path = WindowState(), PlainPath(self.network, self.config)
         last = max((int(m[1]) for k in self.recording if (m := re.match(r"call(\d+)\.", k))), default=-1)
         for call in range(last + 1):  # a call of which nothing is recorded still moves the window on
-            state = self._call(f"call{call}.", state, prompts)
+            state = self._call(f"call{call}.", state, path)
         rows = [self.outputs.row()]
         rows += [g.row() for g in (self.inner, self.exact) if g.count]
         return [*rows, self.steps.row()] if self.trace is not None else rows
 
-    def _call(self, key: str, state: WindowState, prompts: PromptEncoder) -> WindowState:
+    def _call(self, key: str, state: WindowState, path: StepPath) -> WindowState:
         inputs, recording = self.inputs, self.recording
         step_inputs = StepInputs(
             images=inputs[key + "images"],
@@ -115,8 +116,9 @@ class _Variant:
         seen: dict[str, Tensor] = {}
         noise = self._noise(key, step_inputs.images)
         result = closed_loop_step(
-            self.network, self.config, state, step_inputs, prompts, noise=noise, probe=seen.__setitem__
+            self.network, self.config, state, step_inputs, path, noise=noise, probe=seen.__setitem__
         )
+        assert result.video is not None
         self.outputs.check(result.action.float(), recording, key + "action_pred")
         self.outputs.check(result.video.float(), recording, key + "video_pred")
         cursor = torch.tensor([state.current_start_frame, result.state.current_start_frame])

@@ -1,0 +1,363 @@
+"""The DiT as the fused step runs it: both guidance branches as one batch, fused element-wise kernels, K/V in place.
+
+The slow twin is ``model.dit.CausalDiT`` with ``engine.sampler``. *Numeric*: the same algorithm; sums are rounded at
+fewer places, and in FP8 the inputs of the large linear layers are rounded to 8 bits (bounds: test/engine/test_fast_*).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wam_policy_ros.model.dit import Block, CausalDiT
+
+from .fast_attention import Attention, Fp8Scales
+from .fp8 import Fp8
+from .kernels import ops
+from .kernels.ops import Product, Quantized
+from .quantize import Fp8Linear, Linear, NativeLinear, finished, fused
+from .window_slots import WindowSlot
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """Time embeddings of all timesteps that occur, computed once.
+
+    Attributes:
+        e: ``[n, groups, D]`` for the head; e6: ``[n, groups, 6, D]`` for the blocks. Group 0 is video, group 1 action and
+            state tokens. Entry ``n - 1`` is the prefill's: timestep 0, its second group is not used.
+        action_steps: int64 ``[n, rows]``, timestep of the action rows.
+    """
+
+    e: Tensor
+    e6: Tensor
+    action_steps: Tensor
+
+    @classmethod
+    def build(cls, dit: CausalDiT, video: list[int], action: list[int]) -> TimeTable:
+        """``video`` and ``action``: integer timesteps of the solver's steps; entry i belongs to step i."""
+        device = dit.patch_embedding.weight.device
+        steps = torch.tensor([[*video, 0], [*action, 0]], device=device).T.contiguous()
+        e, e6 = dit.time_vectors(steps)
+        rows = steps[:, 1:].expand(-1, dit.cfg.num_action_per_block).contiguous()
+        return cls(e, e6, rows)
+
+
+@dataclass(frozen=True)
+class FastBlock:
+    """Weights of one block."""
+
+    qkv: Linear
+    o: Linear
+    cross_q: Linear
+    cross_o: Linear
+    up: Linear
+    down: Linear
+    cross_k: Linear
+    cross_v: Linear
+    image_k: Linear
+    image_v: Linear
+    norm_q: Tensor
+    norm_k: Tensor
+    cross_norm_q: Tensor
+    cross_norm_k: Tensor
+    image_norm_k: Tensor
+    norm3_weight: Tensor
+    norm3_bias: Tensor
+
+    def linears(self) -> list[Linear]:
+        return [getattr(self, name) for name in LINEARS]
+
+    @classmethod
+    def of(cls, block: Block, fp8: Fp8 | None, *, scales_in_gemm: bool) -> FastBlock:
+        """Take over a block's weights. With ``fp8`` the native ones are given up, layer by layer."""
+        own, cross = block.self_attn, block.cross_attn
+        up, down = block.ffn[0], block.ffn[2]
+        groups = {
+            "qkv": (own.q, own.k, own.v),
+            "o": (own.o,),
+            "cross_q": (cross.q,),
+            "cross_o": (cross.o,),
+            "up": (up,),
+            "down": (down,),
+            "cross_k": (cross.k,),
+            "cross_v": (cross.v,),
+            "image_k": (cross.k_img,),
+            "image_v": (cross.v_img,),
+        }
+        layers: dict[str, Linear] = {}
+        for name, parts in groups.items():
+            if fp8 is None:
+                weight, bias = fused(*parts) if len(parts) > 1 else (parts[0].weight, parts[0].bias)
+                layers[name] = NativeLinear(weight, bias)
+            else:
+                weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
+                bias = torch.cat([p.bias for p in parts])
+                layers[name] = Fp8Linear.from_weight(weight, bias, fp8, scales_in_gemm=scales_in_gemm)
+                for part in parts:
+                    part.to("meta")  # whoever still calls the plain layer gets an error, not stale weights
+        return cls(
+            **layers,
+            norm_q=own.norm_q.weight,
+            norm_k=own.norm_k.weight,
+            cross_norm_q=cross.norm_q.weight,
+            cross_norm_k=cross.norm_k.weight,
+            image_norm_k=cross.norm_k_img.weight,
+            norm3_weight=block.norm3.weight,
+            norm3_bias=block.norm3.bias,
+        )
+
+
+LINEARS = ("qkv", "o", "cross_q", "cross_o", "up", "down", "cross_k", "cross_v", "image_k", "image_v")
+
+
+@dataclass(frozen=True)
+class TextKeys:
+    """Cross-attention K/V of one prompt, ``[layers, rows, heads, head_dim]`` each.
+
+    All padding rows of a prompt are equal (their text states are zero), so one of them is kept, as the last row, and
+    counts ``padding`` times.
+    """
+
+    k: Tensor
+    v: Tensor
+    padding: int
+
+
+class FastDiT:
+    """Weights and methods; what depends on the past lies in a ``WindowSlot``.
+
+    Args:
+        dit: the plain network. Its large linear layers are shared (native precision) or taken over (FP8: the plain
+            network cannot be called afterwards).
+        times: see ``TimeTable``.
+        attention: how self-attention runs.
+        fp8: format of the linear layers, None for native precision.
+        scales_in_gemm: see ``Fp8Linear``.
+    """
+
+    def __init__(
+        self,
+        dit: CausalDiT,
+        times: TimeTable,
+        attention: Attention,
+        *,
+        fp8: Fp8 | None = None,
+        scales_in_gemm: bool = True,
+        scales: Fp8Scales | None = None,
+    ) -> None:
+        self.dit, self.cfg, self.times, self.attention, self.fp8 = dit, dit.cfg, times, attention, fp8
+        blocks: list[Block] = list(dit.blocks)  # type: ignore[arg-type]
+        self.modulation = torch.cat([b.modulation for b in blocks])  # [layers, 6, D]
+        self.scales = scales
+        self._tables: dict[tuple[int | bool, ...], tuple[Tensor, Tensor]] = {}
+        self.blocks: list[FastBlock] = []
+        for i, block in enumerate(blocks):
+            if scales is not None:
+                v = block.self_attn.v
+                mods = (self.modulation[i] + times.e6).flatten(0, 1)
+                scales.add_layer(
+                    block.self_attn.norm_q.weight, block.self_attn.norm_k.weight, v.weight, v.bias, mods[:, 1], mods[:, 0]
+                )
+            self.blocks.append(FastBlock.of(block, fp8, scales_in_gemm=scales_in_gemm))
+
+    # -- conditioning -------------------------------------------------------------------------------------------
+
+    def text_keys(self, states: Tensor, length: int) -> TextKeys:
+        """K/V of one prompt: text states ``[1, text_len, text_dim]``, of which the rows from ``length`` on are zero."""
+        rows = states.shape[1]
+        embedded = self.dit.text_embedding(states[0, : min(length + 1, rows)])
+        k, v = self._keys(embedded, [(b.cross_k, b.cross_v, b.cross_norm_k) for b in self.blocks])
+        return TextKeys(k, v, rows - length)
+
+    def load_text(self, slot: WindowSlot, branch: int, keys: TextKeys) -> None:
+        """Copy a prompt's K/V into a slot, unless they are there already."""
+        if slot.loaded[branch] is keys:
+            return
+        rows = keys.k.shape[1]
+        slot.text_k[:, branch, :rows] = keys.k
+        slot.text_v[:, branch, :rows] = keys.v
+        slot.text_rows[branch] = rows
+        slot.text_padding[branch] = keys.padding
+        slot.loaded[branch] = keys
+
+    def load_image(self, slot: WindowSlot, features: Tensor) -> None:
+        """K/V of CLIP features ``[1, 257, clip_dim]`` into a slot."""
+        layers = [(b.image_k, b.image_v, b.image_norm_k) for b in self.blocks]
+        slot.image_k[:, 0], slot.image_v[:, 0] = self._keys(self.dit.img_emb(features)[0], layers)
+
+    def _keys(self, embedded: Tensor, layers: list[tuple[Linear, Linear, Tensor]]) -> tuple[Tensor, Tensor]:
+        """``[layers, rows, heads, head_dim]`` keys and values from ``[rows, D]``."""
+        heads = (self.cfg.num_heads, self.cfg.head_dim)
+        ks, vs = [], []
+        for to_k, to_v, norm in layers:
+            k = finished(to_k(embedded)).float()
+            k = (k * torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + self.cfg.eps)).to(embedded.dtype) * norm
+            ks.append(k.unflatten(-1, heads))
+            vs.append(finished(to_v(embedded)).unflatten(-1, heads))
+        return torch.stack(ks), torch.stack(vs)
+
+    # -- the two kinds of call ----------------------------------------------------------------------------------
+
+    def prefill(self, slot: WindowSlot, x: Tensor, y: Tensor, position: int, start_frame: int, branches: int) -> None:
+        """Write the K/V of observed latents behind ``position`` cached tokens; nothing else of the call is computed.
+
+        Args:
+            x: ``[1, z, F, h, w]``; y: ``[1, C, F, h, w]``.
+            position: cached video tokens.
+            start_frame: absolute latent frame of ``x``.
+            branches: 1 or 2.
+        """
+        video = self._embed(x, y)
+        hidden = video.expand(branches, -1, -1).reshape(-1, self.cfg.dim).contiguous()
+        table = self._rotary(start_frame, x, registers=False)
+        self._blocks(
+            hidden, slot, position, table, self.times.e6[-1], video.shape[1], video.shape[1], branches, only_keys=True
+        )
+
+    def evaluate(
+        self,
+        slot: WindowSlot,
+        x: Tensor,
+        y: Tensor,
+        position: int,
+        start_frame: int,
+        branches: int,
+        *,
+        e: Tensor,
+        e6: Tensor,
+        action: Tensor,
+        action_steps: Tensor,
+        state: Tensor,
+        want_video: bool = True,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Flows of one evaluation.
+
+        Args:
+            x, y, position, start_frame, branches: see ``prefill``.
+            e ``[2, D]``, e6 ``[2, 6, D]``: rows of the ``TimeTable``; action_steps ``[1, rows]``.
+            action: ``[1, rows, action_dim]``; state: ``[1, 1, max_state_dim]``.
+            want_video: compute the video flow.
+
+        Returns:
+            ``[branches, z, F, h, w]`` (conditional branch first) or None, and the conditional action flow
+            ``[1, rows, action_dim]``.
+        """
+        cfg, dit = self.cfg, self.dit
+        video = self._embed(x, y)
+        count, rows = video.shape[1], action.shape[1]
+        tokens = torch.cat([video, dit.action_encoder(action, action_steps), dit.state_encoder(state)], dim=1)
+        length = tokens.shape[1]
+        hidden = tokens.expand(branches, -1, -1).reshape(-1, cfg.dim).contiguous()
+        table = self._rotary(start_frame, x, registers=True)
+        last = self._blocks(hidden, slot, position, table, e6, length, count, branches, only_keys=False)
+        mods = dit.head.modulation + e[:, None]  # [groups, 2, D]
+        gate = self.modulation[-1, 5] + e6[:, 5]
+        out = ops.residual_norm(
+            hidden, last, gate, shift=mods[:, 0], scale=mods[:, 1], eps=cfg.eps, tokens=length, video_tokens=count
+        )
+        assert isinstance(out, Tensor)
+        flow = None
+        if want_video:
+            patches = dit.head.head(out.view(branches, length, cfg.dim)[:, :count])
+            flow = dit.unpatchify(patches, x.shape[2], x.shape[3] // 2, x.shape[4] // 2)
+        action_flow = dit.action_decoder(hidden.view(branches, length, cfg.dim)[:1, count : count + rows])
+        return flow, action_flow
+
+    # -- details ------------------------------------------------------------------------------------------------
+
+    def _embed(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.dit.patch_embedding(torch.cat([x, y], dim=1)).flatten(2).transpose(1, 2)
+
+    def _rotary(self, start_frame: int, x: Tensor, *, registers: bool) -> tuple[Tensor, Tensor]:
+        key = (start_frame, *x.shape[2:], registers)
+        if key not in self._tables:
+            table = self.dit.rotary_table(start_frame, x.shape[2], x.shape[3], x.shape[4], registers=registers)
+            self._tables[key] = (table.cos.squeeze(1).float().contiguous(), table.sin.squeeze(1).float().contiguous())
+        return self._tables[key]
+
+    def _blocks(
+        self,
+        hidden: Tensor,
+        slot: WindowSlot,
+        position: int,
+        table: tuple[Tensor, Tensor],
+        e6: Tensor,
+        tokens: int,
+        video_tokens: int,
+        branches: int,
+        *,
+        only_keys: bool,
+    ) -> Product | None:
+        """All blocks on ``hidden [branches * tokens, D]``, which is updated in place.
+
+        Returns:
+            The last block's feed-forward output, not yet added; None with ``only_keys``, when the call ends with the
+            last block's keys and values.
+        """
+        cfg = self.cfg
+        heads, width = cfg.num_heads, cfg.head_dim
+        mods = self.modulation[:, None] + e6  # [layers, groups, 6, D]
+        cos, sin = table
+        scales = self.scales
+        kv_dtype = self.attention.kv_dtype or hidden.dtype
+        queries = torch.empty(branches, tokens, heads, width, dtype=kv_dtype, device=hidden.device)
+
+        def norm(y: Product | None, gate: Tensor | None, **how: Tensor) -> Tensor | Quantized:
+            return ops.residual_norm(
+                hidden, y, gate, **how, eps=cfg.eps, tokens=tokens, video_tokens=video_tokens, fp8=self.fp8
+            )
+
+        pending: Product | None = None
+        for i, block in enumerate(self.blocks):
+            gate = mods[i - 1, :, 5] if i else None
+            h = norm(pending, gate, shift=mods[i, :, 0], scale=mods[i, :, 1])
+            ops.qk_norm_rope_store(
+                block.qkv(h),
+                block.norm_q,
+                block.norm_k,
+                cos,
+                sin,
+                queries,
+                slot.k[i][:branches],
+                slot.v[i][:branches],
+                start=position,
+                eps=cfg.eps,
+                scales=None if scales is None else (scales.q[i], scales.k[i], scales.v[i]),
+            )
+            if only_keys and i + 1 == len(self.blocks):
+                return None
+            stop = position + tokens
+            attended = self.attention(queries, slot.k[i][:branches, :stop], slot.v[i][:branches, :stop], i)
+            h = norm(
+                block.o(self._input(attended.reshape(-1, cfg.dim), None if scales is None else scales.v[i])),
+                mods[i, :, 2],
+                weight=block.norm3_weight,
+                bias=block.norm3_bias,
+            )
+            query = block.cross_q(h)
+            crossed = ops.cross_attention(
+                query,
+                ops.rms_rstd(query, cfg.eps),
+                block.cross_norm_q,
+                slot.text_k[i][:branches],
+                slot.text_v[i][:branches],
+                slot.text_rows[:branches],
+                slot.text_padding[:branches],
+                slot.image_k[i],
+                slot.image_v[i],
+                tokens=tokens,
+            )
+            h = norm(block.cross_o(self._input(crossed, None)), None, shift=mods[i, :, 3], scale=mods[i, :, 4])
+            pending = block.down(ops.gelu_quant(block.up(h), self.fp8))
+        return pending
+
+    def _input(self, x: Tensor, scale: float | None) -> Tensor | Quantized:
+        """Input of a linear layer from ``[M, D]``: as it is, already fp8 with one static scale, or quantised here."""
+        if scale is not None:
+            if self.fp8 is None:
+                return (x.float() / scale).to(self.modulation.dtype)
+            return Quantized(x, torch.full((len(x),), 1 / scale, dtype=torch.float32, device=x.device))
+        return x if self.fp8 is None else ops.quantize_rows(x, self.fp8)

@@ -1,0 +1,265 @@
+"""The optimised step: ``FastDiT`` on session slots, replayed as CUDA graphs. Its twin is ``PlainPath``.
+
+Tier *numeric*: the same algorithm as the plain path with other rounding. With graphs or without, the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from wam_policy_ros.contract.errors import Cancelled
+from wam_policy_ros.contract.interface import ResetReason
+from wam_policy_ros.model.dreamzero import DreamZero
+
+from .config import NUM_STEPS, EngineConfig
+from .encode import FirstFrame, Prompt, PromptEncoder, encode_first_frame
+from .fast_dit import FastDiT
+from .graphs import GraphCache
+from .inpaint import Committed, constrained_flow
+from .sampler import Guidance, Noise, Probe, conditioning_slice, draw_noise, noise_levels
+from .session import WindowState
+from .step_path import Denoised
+from .step_schedule import fixed_steps, make_schedule
+from .unipc import UniPC, UniPCTables
+from .window_slots import SlotLayout, SlotPool
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Fixed addresses the graphs read. Everything is for one session at a time."""
+
+    first: Tensor  # latents of a prefill, one frame
+    block: Tensor  # latents of a prefill, a whole block
+    video: Tensor
+    action: Tensor
+    state: Tensor
+    e: Tensor
+    e6: Tensor
+    action_steps: Tensor
+
+
+class FusedPath:
+    """See ``StepPath``. One session's tensors have batch 1.
+
+    Args:
+        network: its DiT is shared with, or taken over by, ``dit``.
+        config: schedule, guidance, graphs.
+        dit: the network as the fused step runs it.
+        latent_hw: size of a latent frame.
+        kv_dtype: of the windows.
+        max_slots: most windows at a time.
+    """
+
+    def __init__(
+        self,
+        network: DreamZero,
+        config: EngineConfig,
+        dit: FastDiT,
+        *,
+        latent_hw: tuple[int, int],
+        kv_dtype: torch.dtype,
+        max_slots: int | None = None,
+    ) -> None:
+        self.network, self.config, self.dit = network, config, dit
+        self.prompts = PromptEncoder(network, keys=dit.text_keys)
+        cfg, device, dtype = network.config, network.device, network.dtype
+        self.pool = SlotPool(
+            SlotLayout.of(
+                cfg.dit,
+                branches=1 if config.guidance_scale == 1.0 else 2,
+                latent_frames=cfg.latent_frames,
+                latent_hw=latent_hw,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                device=device,
+            ),
+            max_slots,
+        )
+        self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(device, enabled=config.graphs)
+        sigmas_video, sigmas_action = noise_levels(network, config)
+        self._tables = UniPCTables.of(sigmas_video), UniPCTables.of(sigmas_action)
+        self._sigmas_action = [float(s) for s in sigmas_action]
+        self._noise: dict[int, Noise] = {}
+        block, z, dim = cfg.dit.num_frame_per_block, cfg.dit.out_dim, cfg.dit.dim
+
+        def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._in = _Inputs(
+            first=buffer(1, z, 1, *latent_hw),
+            block=buffer(1, z, block, *latent_hw),
+            video=buffer(1, z, block, *latent_hw),
+            action=buffer(1, cfg.action_horizon, cfg.dit.action_dim),
+            state=buffer(1, 1, cfg.dit.max_state_dim),
+            e=buffer(2, dim),
+            e6=buffer(2, 6, dim),
+            action_steps=buffer(1, cfg.action_horizon, dtype=torch.int64),
+        )
+
+    def reconfigured(self, config: EngineConfig) -> FusedPath:
+        """The same weights with another schedule or guidance, and windows of its own."""
+        layout = self.pool.layout
+        return FusedPath(self.network, config, self.dit, latent_hw=layout.latent[2:], kv_dtype=layout.kv_dtype)
+
+    # -- encoders -----------------------------------------------------------------------------------------------
+
+    def encode_clip(self, clip: Tensor) -> Tensor:
+        return self.network.vae.encode(clip)
+
+    def encode_first(self, frame: Tensor) -> FirstFrame:
+        return encode_first_frame(self.network, frame)
+
+    # -- windows ------------------------------------------------------------------------------------------------
+
+    def restarted(
+        self, state: WindowState, first: FirstFrame, prompt: Prompt, negative: Prompt | None, reason: ResetReason
+    ) -> WindowState:
+        # A full window restarts whatever becomes of this call, so its memory can be used. Otherwise the old contents
+        # must survive a call that is given up.
+        slot = state.slot if reason is ResetReason.WINDOW_FULL and state.slot is not None else self.pool.acquire()
+        self.dit.load_image(slot, first.clip_features)
+        slot.ys.copy_(first.ys)
+        draft = WindowState(clip_features=first.clip_features, ys=slot.ys, slot=slot)
+        return self._with_prompts(draft, prompt, negative)
+
+    def continued(self, state: WindowState, prompt: Prompt, negative: Prompt | None) -> WindowState:
+        return self._with_prompts(state, prompt, negative)
+
+    def _with_prompts(self, draft: WindowState, prompt: Prompt, negative: Prompt | None) -> WindowState:
+        assert draft.slot is not None
+        for branch, text in enumerate((prompt, negative)):
+            if text is not None:
+                self.dit.load_text(draft.slot, branch, text.keys)
+        return replace(draft, prompt=prompt, negative=negative)
+
+    def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
+        if unwanted.slot is not None and unwanted.slot is not kept.slot:
+            self.pool.release(unwanted.slot)
+
+    # -- the two kinds of call ----------------------------------------------------------------------------------
+
+    def prefill(self, draft: WindowState, latents: Tensor, start_frame: int, probe: Probe | None) -> WindowState:
+        slot, frames, cached = draft.slot, latents.shape[2], draft.cached
+        assert slot is not None
+        x = self._in.first if frames == 1 else self._in.block
+        x.copy_(latents)
+        if probe is not None:
+            probe("prefill0.x", latents)
+            probe("prefill0.y", conditioning_slice(slot.ys, start_frame, frames))
+            probe("prefill0.start_frame", torch.tensor(start_frame))
+        branches = slot.layout.branches
+
+        def work() -> tuple[None, None]:
+            y = conditioning_slice(slot.ys, start_frame, frames)
+            self.dit.prefill(slot, x, y, cached, start_frame, branches)
+            return None, None
+
+        self.graphs.run(("prefill", slot.index, start_frame, frames, cached), work)
+        return replace(draft, cached=cached + frames * self.network.config.dit.frame_seqlen)
+
+    def draw_noise(self, seed: int, latents: Tensor) -> Noise:
+        if seed not in self._noise:
+            self._noise = {seed: draw_noise(seed, latents, self.network)}
+        return self._noise[seed]
+
+    def denoise(
+        self,
+        draft: WindowState,
+        noise: Noise,
+        proprio: Tensor,
+        *,
+        want_video: bool,
+        committed: Committed | None,
+        cancelled: Callable[[], bool] | None,
+        probe: Probe | None,
+    ) -> Denoised:
+        assert draft.slot is not None
+        self._in.state.copy_(proprio)
+        solver_video, solver_action = (UniPC(tables) for tables in self._tables)
+        schedule = make_schedule(self.config.schedule, self.config.evaluations, NUM_STEPS)
+        steps = fixed_steps(self.config.schedule, self.config.evaluations, NUM_STEPS)
+        last = NUM_STEPS if steps is None else steps[-1]
+        guidance = Guidance(self.config)
+        video, action = noise.video.transpose(1, 2), noise.action  # the solver keeps frames before channels
+        flow_video: Tensor | None = None
+        flow_action: Tensor | None = None
+        evaluated: list[int] = []
+        for i in range(NUM_STEPS):
+            run = flow_action is None or schedule.should_run(i)
+            if run:
+                self._check(cancelled, i)
+                # The video flow of the last evaluation moves the video only, so without a video it is not needed, nor
+                # is the unguided branch, which moves nothing else.
+                with_video = want_video or i < last
+                branches = draft.slot.layout.branches if with_video and self.config.guides(i) else 1
+                flows, flow_action = self._evaluate(draft, i, video.transpose(1, 2), action, with_video, branches)
+                flow_video = None if flows is None else guidance(list(flows.split(1)))
+                if flow_video is not None:
+                    schedule.evaluated(flow_video)
+                evaluated.append(i)
+                self._report(probe, i, flows, flow_action)
+            assert flow_action is not None
+            if flow_video is not None:
+                video = solver_video.step(flow_video.transpose(1, 2), video)
+            action = solver_action.step(
+                constrained_flow(flow_action, action, self._sigmas_action[i], committed), action
+            )
+            if probe is not None:
+                probe(f"after_step{i}.video", video)
+                probe(f"after_step{i}.action", action)
+        return Denoised(video.transpose(1, 2) if want_video else None, action, evaluated)
+
+    def _evaluate(
+        self, draft: WindowState, step: int, video: Tensor, action: Tensor, with_video: bool, branches: int
+    ) -> tuple[Tensor | None, Tensor]:
+        slot, start, cached, times = draft.slot, draft.current_start_frame, draft.cached, self.dit.times
+        assert slot is not None
+        inputs = self._in
+        inputs.video.copy_(video)
+        inputs.action.copy_(action)
+        inputs.e.copy_(times.e[step])
+        inputs.e6.copy_(times.e6[step])
+        inputs.action_steps.copy_(times.action_steps[step : step + 1])
+
+        def work() -> tuple[Tensor | None, Tensor | None]:
+            return self.dit.evaluate(
+                slot,
+                inputs.video,
+                conditioning_slice(slot.ys, start, inputs.video.shape[2]),
+                cached,
+                start,
+                branches,
+                e=inputs.e,
+                e6=inputs.e6,
+                action=inputs.action,
+                action_steps=inputs.action_steps,
+                state=inputs.state,
+                want_video=with_video,
+            )
+
+        flows, flow_action = self.graphs.run(("evaluate", slot.index, start, cached, with_video, branches), work)
+        assert flow_action is not None
+        # The next replay overwrites both; a flow may be used again in steps without an evaluation.
+        return (flows.clone() if flows is not None else None), flow_action.clone()
+
+    def _check(self, cancelled: Callable[[], bool] | None, step: int) -> None:
+        """Before an evaluation. Launches run ahead of the GPU, so the question has to wait for it."""
+        if cancelled is None:
+            return
+        if self.network.device.type == "cuda":
+            torch.cuda.current_stream(self.network.device).synchronize()
+        if cancelled():
+            raise Cancelled("step cancelled between two evaluations", got=f"solver step {step} of {NUM_STEPS}")
+
+    @staticmethod
+    def _report(probe: Probe | None, step: int, flows: Tensor | None, flow_action: Tensor) -> None:
+        if probe is None:
+            return
+        if flows is not None:
+            for branch, name in enumerate(("cond", "neg")[: len(flows)]):
+                probe(f"step{step}.video_flow_{name}", flows[branch : branch + 1])
+        probe(f"step{step}.action_flow_cond", flow_action)

@@ -1,0 +1,68 @@
+"""From a configuration to the way of running the network it asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from wam_policy_ros.contract.embodiment import Embodiment
+from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.model.dreamzero import DreamZero
+
+from .config import EngineConfig
+from .fast_attention import Attention, Fp8Scales, PlainFp8Attention, TorchAttention
+from .fast_dit import FastDiT, TimeTable
+from .fp8 import fp8_for
+from .fused_path import FusedPath
+from .plain_path import PlainPath
+from .sampler import noise_levels
+from .step_path import StepPath
+from .unipc import timesteps_of
+
+
+def make_path(
+    network: DreamZero, config: EngineConfig, embodiment: Embodiment, like: StepPath | None = None
+) -> StepPath:
+    """
+    Args:
+        embodiment: for the size of the picture.
+        like: a path of the same network whose prepared weights may be used again.
+
+    Raises:
+        ConfigError: the device cannot do what the configuration asks for.
+    """
+    if config.step == "plain":
+        return PlainPath(network, config)
+    device = network.device
+    if config.graphs and device.type != "cuda":
+        raise ConfigError("graphs need a GPU", got=f"device {device}", remedy="set graphs: false")
+    if isinstance(like, FusedPath) and (like.config.linears, like.config.attention) == (config.linears, config.attention):
+        return like.reconfigured(config)
+    fp8 = fp8_for(device) if "fp8" in (config.linears, config.attention) else None
+    video, action = (timesteps_of(s).tolist() for s in noise_levels(network, config))
+    with torch.inference_mode():
+        attention, scales = _attention(config, network)
+        dit = FastDiT(
+            network.model,
+            TimeTable.build(network.model, video, action),
+            attention,
+            fp8=fp8 if config.linears == "fp8" else None,
+            scales=scales,
+        )
+    height, width = network.config.target_video_hw or (2 * embodiment.view_height, 2 * embodiment.view_width)
+    factor = network.config.vae.spatial_factor
+    return FusedPath(
+        network,
+        config,
+        dit,
+        latent_hw=(height // factor, width // factor),
+        kv_dtype=attention.kv_dtype or network.dtype,
+    )
+
+
+def _attention(config: EngineConfig, network: DreamZero) -> tuple[Attention, Fp8Scales | None]:
+    if config.attention == "fp8":
+        scales = Fp8Scales(fp8_for(network.device))
+        return PlainFp8Attention(scales), scales
+    if config.attention == "cudnn" and network.device.type != "cuda":
+        raise ConfigError("attention: cudnn needs a GPU", got=f"device {network.device}", remedy="set attention: torch")
+    return TorchAttention(cudnn=config.attention == "cudnn"), None

@@ -1,0 +1,86 @@
+"""The published algorithm in plain PyTorch, one guidance branch after the other. The twin of every faster path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from wam_policy_ros.contract.interface import ResetReason
+from wam_policy_ros.model.dreamzero import DreamZero
+
+from .config import EngineConfig
+from .encode import FirstFrame, Prompt, PromptEncoder, encode_first_frame
+from .inpaint import Committed
+from .kv_cache import KVWindow
+from .sampler import Noise, Probe, denoise, draw_noise, prefill
+from .session import WindowState
+from .step_path import Denoised
+
+
+class PlainPath:
+    """See ``StepPath``."""
+
+    def __init__(self, network: DreamZero, config: EngineConfig, prompts: PromptEncoder | None = None) -> None:
+        self.network, self.config = network, config
+        self.prompts = prompts or PromptEncoder(network)
+
+    def encode_clip(self, clip: Tensor) -> Tensor:
+        return self.network.vae.encode(clip)
+
+    def encode_first(self, frame: Tensor) -> FirstFrame:
+        return encode_first_frame(self.network, frame)
+
+    def restarted(
+        self, state: WindowState, first: FirstFrame, prompt: Prompt, negative: Prompt | None, reason: ResetReason
+    ) -> WindowState:
+        return WindowState(
+            current_start_frame=0,
+            prompt=prompt,
+            negative=negative,
+            clip_features=first.clip_features,
+            ys=first.ys,
+            image_kv=self.network.model.image_kv(first.clip_features),
+            cond=self._fresh_window(state.cond, reason),
+            uncond=self._fresh_window(state.uncond, reason) if negative is not None else None,
+        )
+
+    def continued(self, state: WindowState, prompt: Prompt, negative: Prompt | None) -> WindowState:
+        # The ids are those of the last call; the mask need not be.
+        return replace(state.forked(), prompt=prompt, negative=negative)
+
+    def prefill(self, draft: WindowState, latents: Tensor, start_frame: int, probe: Probe | None) -> WindowState:
+        prefill(self.network, draft, latents, start_frame, probe)
+        return draft
+
+    def draw_noise(self, seed: int, latents: Tensor) -> Noise:
+        return draw_noise(seed, latents, self.network)
+
+    def denoise(
+        self,
+        draft: WindowState,
+        noise: Noise,
+        proprio: Tensor,
+        *,
+        want_video: bool,
+        committed: Committed | None,
+        cancelled: Callable[[], bool] | None,
+        probe: Probe | None,
+    ) -> Denoised:
+        video, action, evaluated = denoise(
+            self.network, self.config, draft, noise, proprio, committed=committed, cancelled=cancelled, probe=probe
+        )
+        return Denoised(video if want_video else None, action, evaluated)
+
+    def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
+        pass  # memory goes with the last reference
+
+    def _fresh_window(self, old: KVWindow | None, reason: ResetReason) -> KVWindow:
+        """An empty window. Buffers are reused only where the old contents can never be needed again: a full window
+        restarts whatever happens to this call, the others must survive a cancelled step."""
+        if old is not None and reason is ResetReason.WINDOW_FULL:
+            return old.emptied()
+        dit = self.network.config.dit
+        # The block being denoised is never stored, so the cache holds one block less than the attention window.
+        return KVWindow((dit.local_attn_size - dit.num_frame_per_block) * dit.frame_seqlen)

@@ -1,0 +1,143 @@
+"""Memory of a session for the fused step: fixed addresses, so that CUDA graphs can be replayed on them.
+
+A slot holds both guidance branches. What the plain path keeps as lists of tensors per branch (``KVWindow``, text and
+image keys) lies here in one allocation each, written in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wam_policy_ros.contract.errors import EngineError
+from wam_policy_ros.model.config import DiTConfig
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Sizes of a slot.
+
+    Attributes:
+        branches: 2 with guidance, 1 without.
+        rows: key/value rows per branch: the cached video tokens and, behind them, the tokens of the running call.
+        latent: ``(channels, frames, h, w)`` of the conditioning tensor.
+        dtype: of text and image keys; kv_dtype: of the window, fp8 when attention runs in fp8.
+    """
+
+    dit: DiTConfig
+    branches: int
+    rows: int
+    latent: tuple[int, int, int, int]
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        dit: DiTConfig,
+        *,
+        branches: int,
+        latent_frames: int,
+        latent_hw: tuple[int, int],
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+    ) -> SlotLayout:
+        cached = (dit.local_attn_size - dit.num_frame_per_block) * dit.frame_seqlen
+        current = dit.num_frame_per_block * dit.frame_seqlen + dit.num_action_per_block + dit.num_state_per_block
+        latent = (dit.in_dim - dit.out_dim, latent_frames, *latent_hw)
+        return cls(dit, branches, cached + current, latent, dtype, kv_dtype, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot."""
+        wide = torch.empty((), dtype=self.dtype).element_size()
+        narrow = torch.empty((), dtype=self.kv_dtype).element_size()
+        d = self.dit
+        window = 2 * d.num_layers * self.branches * self.rows * d.dim * narrow
+        cross = 2 * d.num_layers * (self.branches * d.text_len + IMAGE_TOKENS) * d.dim * wide
+        channels, frames, height, width = self.latent
+        return window + cross + channels * frames * height * width * wide
+
+
+IMAGE_TOKENS = 257
+
+
+class WindowSlot:
+    """Buffers of one session.
+
+    Attributes:
+        index: number of the slot within its pool; graphs are kept per index.
+        k, v: ``[layers, branches, rows, heads, head_dim]``, keys after rotation.
+        text_k, text_v: ``[layers, branches, text_len, heads, head_dim]``; only ``text_rows`` of them are valid.
+        text_rows: int32 ``[branches]``; text_padding: float32 ``[branches]``, how often the last valid row counts.
+        image_k, image_v: ``[layers, 1, 257, heads, head_dim]``, the same for both branches.
+        ys: conditioning of the window ``[1, channels, frames, h, w]``.
+        loaded: per branch the prompt whose keys lie in the text buffers.
+    """
+
+    def __init__(self, layout: SlotLayout, index: int) -> None:
+        self.layout, self.index = layout, index
+        dit, device = layout.dit, layout.device
+        heads = (dit.num_heads, dit.head_dim)
+
+        def buffer(branches: int, rows: int, dtype: torch.dtype) -> Tensor:
+            # Attention never reads a row that was not written, but fp8 GEMMs and tests may look at all of them.
+            return torch.zeros(dit.num_layers, branches, rows, *heads, dtype=dtype, device=device)
+
+        self.k, self.v = (buffer(layout.branches, layout.rows, layout.kv_dtype) for _ in range(2))
+        self.text_k, self.text_v = (buffer(layout.branches, dit.text_len, layout.dtype) for _ in range(2))
+        self.image_k, self.image_v = (buffer(1, IMAGE_TOKENS, layout.dtype) for _ in range(2))
+        self.text_rows = torch.zeros(layout.branches, dtype=torch.int32, device=device)
+        self.text_padding = torch.zeros(layout.branches, dtype=torch.float32, device=device)
+        self.ys = torch.zeros(1, *layout.latent, dtype=layout.dtype, device=device)
+        self.loaded: list[object] = [None] * layout.branches
+
+
+class SlotPool:
+    """Slots are made when they are needed and used again when they are free.
+
+    Args:
+        layout: of every slot.
+        limit: most slots at a time, None for as many as memory gives.
+    """
+
+    def __init__(self, layout: SlotLayout, limit: int | None = None) -> None:
+        self.layout, self._limit = layout, limit
+        self._free: list[WindowSlot] = []
+        self.made = 0
+
+    def acquire(self) -> WindowSlot:
+        """
+        Raises:
+            EngineError: no slot is free and no more may be made, or the device has no memory for one.
+        """
+        if self._free:
+            return self._free.pop()
+        if self._limit is not None and self.made >= self._limit:
+            raise EngineError(
+                "no window is free", got=f"{self.made} windows in use", remedy="close a session, or raise the limit"
+            )
+        try:
+            slot = WindowSlot(self.layout, self.made)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                "no memory for another session's window",
+                got=f"{self.made} windows of {self.layout.nbytes / 2**30:.2f} GiB exist",
+                remedy="close a session",
+            ) from error
+        self.made += 1
+        return slot
+
+    def release(self, slot: WindowSlot) -> None:
+        """Take a slot back. Its contents are void."""
+        slot.loaded = [None] * self.layout.branches
+        self._free.append(slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, free ones included."""
+        return self.made * self.layout.nbytes
