@@ -49,7 +49,11 @@ def make_network(seed: int = 0) -> DreamZero:
 
 
 def make_policy(
-    config: EngineConfig | None = None, *, embodiment: str = "oxe_droid", network: DreamZero | None = None
+    config: EngineConfig | None = None,
+    *,
+    embodiment: str = "oxe_droid",
+    network: DreamZero | None = None,
+    like: DreamZeroPolicy | None = None,
 ) -> DreamZeroPolicy:
     network = network or shared_network()
     robot = get_embodiment(embodiment)
@@ -61,6 +65,7 @@ def make_policy(
         config or EngineConfig(evaluations=5),
         weights="random, for tests",
         random_weights=True,
+        like=like,
     )
 
 

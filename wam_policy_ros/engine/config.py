@@ -38,8 +38,8 @@ class EngineConfig:
             ``off``: the conditional flow alone.
         seed: of the noise; the same for every call, as upstream.
         sigma_shift: of the flow-matching schedule.
-        step: ``plain``: the published algorithm, operation by operation; ``fused``: both guidance branches as one batch,
-            fused kernels, keys and values in place. *Numeric*: the same algorithm with other rounding.
+        step: ``plain``: the published algorithm, operation by operation; ``fused``: both guidance branches as one
+            batch, fused kernels, keys and values in place. *Numeric*: the same algorithm with other rounding.
         linears: of the fused step: ``native`` (the network's dtype) or ``fp8``.
         attention: of the fused step: ``torch`` (PyTorch chooses), ``cudnn``, or ``fp8`` (cuDNN's 8-bit kernel on NVIDIA
             GPUs that have one; keys and values then take half the memory).
@@ -137,11 +137,6 @@ class EngineConfig:
         options: dict[str, Any] = {"step": "fused", "linears": "fp8", "attention": "cudnn", "graphs": True}
         return cls(**(options | changes))
 
-    @property
-    def tier(self) -> str:
-        """How results relate to the published algorithm at the same schedule."""
-        return "reference" if self.step == "plain" else "numeric"
-
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> EngineConfig:
         """Unknown keys raise and name the key."""
@@ -153,9 +148,11 @@ class EngineConfig:
 
     @property
     def tier(self) -> str:
-        """``reference``: an algorithm upstream ships; ``behavioural``: another one, with another result."""
-        own = self.guidance_steps is not None or self.schedule in BENCHMARK_ONLY
-        return "behavioural" if own else "reference"
+        """``reference``: an algorithm upstream ships, as published; ``numeric``: the same one with other rounding;
+        ``behavioural``: another one, with another result."""
+        if self.guidance_steps is not None or self.schedule in BENCHMARK_ONLY:
+            return "behavioural"
+        return "reference" if self.step == "plain" else "numeric"
 
     @property
     def evaluations_text(self) -> str:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .fp8 import Fp8
 
+
 class Attention(Protocol):
     """``q [B, L, H, Dh]``, ``k, v [B, T, H, Dh]`` (views of a window) to ``[B, L, H, Dh]``.
 
@@ -22,7 +23,8 @@ class Attention(Protocol):
         kv_dtype: of q, k and v; None for the network's dtype.
     """
 
-    kv_dtype: torch.dtype | None
+    @property
+    def kv_dtype(self) -> torch.dtype | None: ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor: ...
 
@@ -73,16 +75,13 @@ class Fp8Scales:
             scale, shift: every modulation of this layer that occurs, ``[n, D]``.
         """
         root = math.sqrt(norm_q.numel())
-        largest_v = 0.0
         weight = weight_v.float()
-        for s, b in zip(scale.float(), shift.float(), strict=True):
-            gain = torch.linalg.vector_norm(weight * (1 + s), dim=1) * root
-            offset = (weight @ b + bias_v.float()).abs()
-            largest_v = max(largest_v, float((gain + offset).max()))
+        gains = (weight.square() @ (1 + scale.float()).square().T).sqrt() * root  # [D, n]
+        offsets = (weight @ shift.float().T + bias_v.float()[:, None]).abs()
         top = self.fp8.max
         self.q.append(top / (root * float(norm_q.float().abs().max())))
         self.k.append(top / (root * float(norm_k.float().abs().max())))
-        self.v.append(top / largest_v)
+        self.v.append(top / float((gains + offsets).max()))
 
 
 class PlainFp8Attention:

@@ -7,9 +7,10 @@ fewer places, and in FP8 the inputs of the large linear layers are rounded to 8 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wam_policy_ros.model.dit import Block, CausalDiT
 
@@ -26,8 +27,8 @@ class TimeTable:
     """Time embeddings of all timesteps that occur, computed once.
 
     Attributes:
-        e: ``[n, groups, D]`` for the head; e6: ``[n, groups, 6, D]`` for the blocks. Group 0 is video, group 1 action and
-            state tokens. Entry ``n - 1`` is the prefill's: timestep 0, its second group is not used.
+        e: ``[n, groups, D]`` for the head; e6: ``[n, groups, 6, D]`` for the blocks. Group 0 is video, group 1 action
+            and state tokens. Entry ``n - 1`` is the prefill's: timestep 0, its second group is not used.
         action_steps: int64 ``[n, rows]``, timestep of the action rows.
     """
 
@@ -75,7 +76,8 @@ class FastBlock:
         """Take over a block's weights. With ``fp8`` the native ones are given up, layer by layer."""
         own, cross = block.self_attn, block.cross_attn
         up, down = block.ffn[0], block.ffn[2]
-        groups = {
+        assert isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
+        groups: dict[str, tuple[nn.Linear, ...]] = {
             "qkv": (own.q, own.k, own.v),
             "o": (own.o,),
             "cross_q": (cross.q,),
@@ -159,7 +161,12 @@ class FastDiT:
                 v = block.self_attn.v
                 mods = (self.modulation[i] + times.e6).flatten(0, 1)
                 scales.add_layer(
-                    block.self_attn.norm_q.weight, block.self_attn.norm_k.weight, v.weight, v.bias, mods[:, 1], mods[:, 0]
+                    block.self_attn.norm_q.weight,
+                    block.self_attn.norm_k.weight,
+                    v.weight,
+                    v.bias,
+                    mods[:, 1],
+                    mods[:, 0],
                 )
             self.blocks.append(FastBlock.of(block, fp8, scales_in_gemm=scales_in_gemm))
 
@@ -305,7 +312,7 @@ class FastDiT:
         kv_dtype = self.attention.kv_dtype or hidden.dtype
         queries = torch.empty(branches, tokens, heads, width, dtype=kv_dtype, device=hidden.device)
 
-        def norm(y: Product | None, gate: Tensor | None, **how: Tensor) -> Tensor | Quantized:
+        def norm(y: Product | None, gate: Tensor | None, **how: Any) -> Tensor | Quantized:
             return ops.residual_norm(
                 hidden, y, gate, **how, eps=cfg.eps, tokens=tokens, video_tokens=video_tokens, fp8=self.fp8
             )

@@ -35,7 +35,10 @@ def make_path(
     device = network.device
     if config.graphs and device.type != "cuda":
         raise ConfigError("graphs need a GPU", got=f"device {device}", remedy="set graphs: false")
-    if isinstance(like, FusedPath) and (like.config.linears, like.config.attention) == (config.linears, config.attention):
+    if isinstance(like, FusedPath) and (like.config.linears, like.config.attention) == (
+        config.linears,
+        config.attention,
+    ):
         return like.reconfigured(config)
     fp8 = fp8_for(device) if "fp8" in (config.linears, config.attention) else None
     video, action = (timesteps_of(s).tolist() for s in noise_levels(network, config))

@@ -28,6 +28,7 @@ from .paths import make_path
 from .preprocess import stitch_views
 from .sampler import Noise, Probe
 from .session import Session, WindowState
+from .step_path import StepPath
 from .timing import StageTimer
 
 
@@ -69,7 +70,7 @@ class DreamZeroPolicy:
         self.statistics = statistics
         self.tokenizer = tokenizer
         self.config = config or EngineConfig.reference()
-        self.path = make_path(network, self.config, embodiment, like.path if like is not None else None)
+        self.path: StepPath = make_path(network, self.config, embodiment, like.path if like is not None else None)
         self._negative = tokenizer([NEGATIVE_PROMPT])
         self.spec = PolicySpec(
             embodiment=embodiment.tag,

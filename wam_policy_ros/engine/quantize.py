@@ -82,9 +82,7 @@ class Fp8Linear:
     scales_in_gemm: bool = True
 
     @classmethod
-    def from_weight(
-        cls, weight: Tensor, bias: Tensor | None, fp8: Fp8, *, scales_in_gemm: bool = True
-    ) -> Fp8Linear:
+    def from_weight(cls, weight: Tensor, bias: Tensor | None, fp8: Fp8, *, scales_in_gemm: bool = True) -> Fp8Linear:
         """Quantise ``weight [N, K]`` row by row, round to nearest."""
         q = quantize_rows(weight, fp8)
         one = torch.ones((), dtype=torch.float32, device=weight.device)

@@ -140,7 +140,7 @@ class UniPC:
         assert self._last_sample is not None
         gain = self._as(factors.gain, x0)
         base = self._as(factors.base, x0) * self._last_sample - gain * m1
-        if factors.rho is None:
+        if factors.rho is None or factors.r is None:
             return base - gain * (0.5 * (x0 - m1))
         d = (self._x0[-2] - m1) / factors.r
         rho = factors.rho.to(x0.dtype)

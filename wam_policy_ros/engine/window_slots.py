@@ -138,6 +138,11 @@ class SlotPool:
         self._free.append(slot)
 
     @property
+    def idle(self) -> int:
+        """Slots that belong to no session."""
+        return len(self._free)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all slots, free ones included."""
         return self.made * self.layout.nbytes
