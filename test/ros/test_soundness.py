@@ -164,7 +164,7 @@ def test_large_raw_images_with_best_effort_are_warned_of_once(
     rig.all_joints(ms(400))
     with pytest.raises(StaleInput, match="nothing arrives") as error:
         rig.inputs.check(at(ms(400)))
-    hints = ("image.reliable", "image.compressed", "shared-memory segment")
+    hints = ("image.reliable", "image.compressed", "config/fastdds.xml")
     assert all(hint in str(error.value) for hint in hints) == warns
     if warns:
         assert all(hint in lines[0] for hint in hints)

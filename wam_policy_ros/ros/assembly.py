@@ -14,6 +14,7 @@ from wam_policy_ros.contract.interface import PolicySpec
 from .bridge import Bridge
 from .checks import check_fit, check_rate, check_steps
 from .control import ControlLoop
+from .frames import Frame, Make
 from .inputs import Inputs
 from .joints import JointMap
 from .messages import Trajectory
@@ -63,6 +64,7 @@ def assemble(
     log: Callable[[str, str], None],
     resolve: Callable[[str], str] = lambda topic: topic,
     bridge: Bridge | None = None,
+    decode_ahead: Callable[[Frame, Make], None] | None = None,
     **names: str,
 ) -> Assembly:
     """Build the parts from the parameters.
@@ -76,6 +78,7 @@ def assemble(
         log: called with a level (``info``, ``warn``, ``error``) and a line.
         resolve: topic -> its full name, for people.
         bridge: see ``bridge.find_bridge``.
+        decode_ahead: see ``Inputs``.
 
     Raises:
         ConfigError: parameters do not fit the embodiment.
@@ -98,6 +101,7 @@ def assemble(
         tell=lambda line: log("info", line),
         resolve=resolve,
         bridge=bridge,
+        decode_ahead=decode_ahead,
     )
     output = TrajectoryOutput(send, joints.command_names, with_velocities=params.control_publish_velocities)
     control = ControlLoop(

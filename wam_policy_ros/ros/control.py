@@ -115,6 +115,7 @@ class ControlLoop:
     def activate(self, spec: PolicySpec) -> None:
         """Start with a fresh session."""
         self._spec, self._gate = spec, SafetyGate.for_policy(spec)
+        self._inputs.decode_for(spec.cameras)
         self._watch = ClockWatch(simulated=self._simulated)
         self._output.forget(self._clock().ros_ns)
         if self._mean_latency_s is None and (warm_up_s := self._worker.status.warm_up_s):
@@ -188,12 +189,16 @@ class ControlLoop:
     def on_image(self) -> None:
         """A camera frame has arrived. A request that is due goes out with the frame that completes a set, at once:
         at the next tick it would be old. Whoever calls this calls it after every image."""
-        if not self.active or (reference_ns := self._inputs.newest_common_ns()) in (None, self._reference_ns):
+        if not self.active:
             return
-        assert reference_ns is not None
-        self._reference_ns = reference_ns
+        reference_ns = self._inputs.newest_common_ns()
+        completes = reference_ns not in (None, self._reference_ns)
+        self._reference_ns = reference_ns or self._reference_ns
         now = self._clock()
         if self.fault or self._input_lost or self._in_flight is not None or now.ros_ns < self._due_ns:
+            return
+        if not completes:
+            self._inputs.decode_newest()
             return
         try:
             self._inputs.check(now)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,12 @@ from wam_policy_ros.contract.interface import CameraSpec, Observation, PolicySpe
 from .bridge import Bridge
 from .drops import Log
 from .encodings import BY_NAME
+from .frames import Frame, Make
 from .joint_states import JointStateInput
 from .joints import JointMap
 from .messages import AS_LABELLED, VIEWS, ImageRules, fit, image_size, image_to_rgb, spread
 from .parameters import NodeParameters
-from .streams import CameraInput, Frame, Limits, Now
+from .streams import CameraInput, Limits, Now
 
 __all__ = ["CameraInput", "Inputs", "JointStateInput", "Now", "PendingObservation"]
 
@@ -83,24 +85,42 @@ class PendingObservation:
         """
         images: dict[str, npt.NDArray[np.uint8]] = {}
         stamps: dict[str, npt.NDArray[np.int64]] = {}
-        for camera in cameras:
+        # The camera that came last first: the others' newest images are being decoded ahead at this very moment.
+        for camera in sorted(cameras, key=lambda c: -self.newest[c.name].arrived_ns):
             chosen = (self.newest[camera.name],) if first_call else self.frames[camera.name]
             topic, rules = self.topics[camera.name], self.rules.get(camera.name, AS_LABELLED)
-            decoded = [image_to_rgb(f.msg, topic, rules) for f in chosen]
-            if image_size(chosen[-1].msg, rules) is None:
-                self.saw_size(camera.name, (decoded[-1].shape[0], decoded[-1].shape[1]))
-            if spread(chosen[-1].msg, rules) is None:
-                self.saw_spread(camera.name, float(decoded[-1][::8, ::8].std(axis=(0, 1)).max()))
-            images[camera.name] = np.stack([fit(d, camera.height, camera.width, self.resize) for d in decoded])
+            make = picture_maker(camera, topic, rules, self.resize)
+            self._look(chosen[-1], camera, topic, rules)
+            images[camera.name] = np.stack([f.picture(make) for f in chosen])
             stamps[camera.name] = np.array([f.stamp_ns for f in chosen], dtype=np.int64)
         return Observation(
-            frames=images,
+            frames={c.name: images[c.name] for c in cameras},
             state=self.state,
             prompt=self.prompt,
             stamp_ns=self.stamp_ns,
             frame_stamps_ns=stamps,
             session_start_ns=self.session_start_ns,
         )
+
+    def _look(self, newest: Frame, camera: CameraSpec, topic: str, rules: ImageRules) -> None:
+        """At a newest image of which only decoding tells the size or the spread."""
+        msg = newest.msg
+        if msg is None:  # looked at before
+            return
+        sized, seen = image_size(msg, rules) is not None, spread(msg, rules) is not None
+        if sized and seen:
+            return
+        rgb = image_to_rgb(msg, topic, rules)
+        if not sized:
+            self.saw_size(camera.name, (rgb.shape[0], rgb.shape[1]))
+        if not seen:
+            self.saw_spread(camera.name, float(rgb[::8, ::8].std(axis=(0, 1)).max()))
+        newest.picture(lambda _: fit(rgb, camera.height, camera.width, self.resize))
+
+
+def picture_maker(camera: CameraSpec, topic: str, rules: ImageRules, resize: str) -> Make:
+    """From a message to the picture in the camera's raw size; raises InvalidImage."""
+    return lambda msg: fit(image_to_rgb(msg, topic, rules), camera.height, camera.width, resize)
 
 
 class Inputs:
@@ -114,6 +134,7 @@ class Inputs:
         resolve: topic -> its full name, for people.
         tell: log function for what is worth knowing, but no warning.
         bridge: see ``bridge.find_bridge``.
+        decode_ahead: makes pictures of frames that are kept before a request needs them; returns at once.
     """
 
     def __init__(
@@ -126,7 +147,9 @@ class Inputs:
         resolve: Callable[[str], str] = lambda topic: topic,
         tell: Log = lambda line: None,
         bridge: Bridge | None = None,
+        decode_ahead: Callable[[Frame, Make], None] | None = None,
     ) -> None:
+        self._decode_ahead, self._makers = decode_ahead, dict[str, Make]()
         self._params, self._spec, self._joints, self._warn = params, spec, joints, warn
         self._burst_said = False
         tolerance, source = params.sync_future_tolerance_s, params.sync_stamp_source
@@ -149,6 +172,7 @@ class Inputs:
                 rules=rules[c.name],
                 min_std=params.image_min_std,
                 tell=tell,
+                settled=partial(self._on_settled, c.name),
             )
             for c, topic in zip(spec.cameras, camera_topics(params, spec.cameras), strict=True)
         }
@@ -156,6 +180,25 @@ class Inputs:
         self.joint_states = JointStateInput(
             joints.names, params.joints_topic, joint_limits, warn=warn, shown=resolve(params.joints_topic), tell=tell
         )
+
+    def decode_for(self, cameras: Sequence[CameraSpec]) -> None:
+        """From now on make pictures ahead, in the raw sizes of the policy, which are known when it is loaded."""
+        if self._params.image_min_std == 0:  # a spread is read off the messages
+            for c in cameras:
+                stream = self.cameras[c.name]
+                self._makers[c.name] = picture_maker(c, stream.shown, stream.rules, self._params.image_resize)
+
+    def decode_newest(self) -> None:
+        """A request is due with the frame that is still missing: make pictures of the others meanwhile."""
+        if self._params.image_compressed:  # the request looks at size and spread when it decodes them
+            return
+        for name, camera in self.cameras.items():
+            if camera.frames:
+                self._on_settled(name, camera.frames[-1])
+
+    def _on_settled(self, camera: str, frame: Frame) -> None:
+        if self._decode_ahead is not None and camera in self._makers:
+            self._decode_ahead(frame, self._makers[camera])
 
     def _lossy_hint(self) -> str | None:
         """What to do about lost frames when the images are raw, large, and sent with best effort; else None."""
@@ -168,7 +211,8 @@ class Inputs:
             return None
         return (
             f"{burst / 1e6:.1f} MB of raw images at a time may get lost with best effort: set image.reliable: true or "
-            "image.compressed: true, or give the cameras' Fast DDS a larger shared-memory segment"
+            "image.compressed: true, or start the cameras with FASTDDS_DEFAULT_PROFILES_FILE set "
+            "to config/fastdds.xml of this package"
         )
 
     def _warn_of_burst(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -86,6 +87,18 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN)
 
 
+def quiet_process() -> None:
+    """When everything is loaded: no more long pauses of the garbage collector, no thread pools for small pictures."""
+    gc.collect()
+    gc.freeze()  # a network has a million objects that stay; every full collection would look at each of them
+    import cv2
+
+    # Resizing a camera image in two threads takes twice as long as in one: waking the second costs more than it does.
+    cv2.setNumThreads(1)
+    # A step that waits for the interpreter waits this long for a callback that computes (5 ms unless set).
+    sys.setswitchinterval(5e-4)
+
+
 def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
     """Spin a node until SIGINT, SIGTERM or its ``ended``, then stop it: hold, worker joined, everything destroyed.
 
@@ -120,8 +133,11 @@ def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
             end.callback(spinner.shutdown, 1.0)
             try:
                 # In slices: a Python signal handler runs only between them.
+                frozen = False
                 while not stop.received and not node.ended and node.context.ok():
                     spinner.spin_once(timeout_sec=0.1)
+                    if not frozen and (frozen := node.ready):
+                        quiet_process()
                 code = int(node.ended)
                 if stop.received:
                     log.info(f"{stop.received[0].name}: stopping")

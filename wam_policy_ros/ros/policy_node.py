@@ -28,6 +28,7 @@ from .backend import make_policy, make_server, server_summary
 from .bridge import find_bridge
 from .checks import other_publishers
 from .control import ControlLoop
+from .frames import DecodeAhead
 from .lifecycle import Autostart, steady_clock, transition
 from .messages import trajectory_to_msg
 from .parameters import NodeParameters
@@ -107,6 +108,11 @@ class PolicyNode(LifecycleNode):
     def worker_status(self) -> WorkerStatus | None:
         """What the worker is doing, None while unconfigured."""
         return self._parts.worker.status if self._parts else None
+
+    @property
+    def ready(self) -> bool:
+        """The policy is loaded and warmed up."""
+        return self._parts is not None and self._parts.worker.status.phase is Phase.READY
 
     @property
     def control(self) -> ControlLoop | None:
@@ -195,6 +201,8 @@ class PolicyNode(LifecycleNode):
         bridge, text = find_bridge() if params.image_cv_bridge and not params.image_compressed else (None, "")
         if text:
             self._log("info", text)
+        ahead = DecodeAhead()
+        entities.callback(ahead.stop)
         publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
         entities.callback(self.destroy_lifecycle_publisher, publisher)
         entities.callback(publisher.wait_for_all_acked, Duration(seconds=ACKED_S))
@@ -218,6 +226,7 @@ class PolicyNode(LifecycleNode):
             log=self._log,
             resolve=self.resolve_topic_name,
             bridge=bridge,
+            decode_ahead=ahead.add,
             prompt_topic=self.resolve_topic_name("~/prompt"),
             reset_service=self.resolve_service_name("~/reset"),
         )

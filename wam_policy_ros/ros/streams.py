@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from wam_policy_ros.contract.errors import InvalidImage, MissingInput, StaleInput
 
 from .drops import Drops, Log, SinceGood
+from .frames import Frame
 from .messages import (
     AS_LABELLED,
     ImageRules,
@@ -110,14 +111,6 @@ def check_age(
         )
 
 
-class Frame(NamedTuple):
-    """A camera message as it arrived, at ``arrived_ns`` on the steady clock."""
-
-    stamp_ns: int
-    msg: Any
-    arrived_ns: int = 0
-
-
 class CameraInput:
     """Ring buffer of one camera, in stamp time.
 
@@ -135,6 +128,7 @@ class CameraInput:
         rules: how its messages are read.
         min_std: a session begins with the first picture that varies at least this much (0 to 255); 0: with any.
         tell: log function for what is worth knowing, but no warning.
+        settled: called for each frame that will not be thinned out any more.
 
     Attributes:
         got_size: (height, width) of the newest image whose size is known, None before.
@@ -158,7 +152,9 @@ class CameraInput:
         rules: ImageRules = AS_LABELLED,
         min_std: float = 0.0,
         tell: Log = lambda line: None,
+        settled: Callable[[Frame], None] = lambda frame: None,
     ) -> None:
+        self._settled = settled
         self.name, self.topic, self.shown = name, topic, shown or topic
         self.rules, self.offered, self.uniform = rules, "", 0
         self._min_std, self._tell = min_std, tell
@@ -231,6 +227,7 @@ class CameraInput:
                 del frames[i]
             else:
                 self._thinned += 1
+                self._settled(frames[i])
 
     def _drop(self, reason: str, detail: str, message: str, remedy: str | None = None) -> None:
         self.dropped.add(reason, detail, remedy)
