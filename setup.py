@@ -31,6 +31,9 @@ VISION = ["opencv-python-headless>=4.8"]
 REPORT = ["av>=12", "matplotlib>=3.8"]
 # Reads rosbag2 folders without ROS.
 REPLAY = ["rosbags>=0.10"]
+# A torch wheel for GPUs brings the version it was built with; without a GPU the kernels are interpreted and compiled by
+# the tests. The versions at both ends were tested. Not pinned: a pin would fight the wheel's.
+KERNELS = ["triton>=3.6,<3.10; platform_system == 'Linux'"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
 setup(
@@ -45,13 +48,14 @@ setup(
     install_requires=["setuptools", "numpy>=1.26", "pyyaml>=6"],
     extras_require={
         "engine": ENGINE,
+        "kernels": KERNELS,
         "serve": SERVE,
         "vision": VISION,
         "demo": ENGINE + REPORT + VISION,
         "ros-kilted": ROS_KILTED + VISION,
         "replay": REPLAY + VISION,
         "test": TEST,
-        "dev": TEST + ENGINE + SERVE + REPORT + REPLAY + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
+        "dev": TEST + ENGINE + KERNELS + SERVE + REPORT + REPLAY + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
     },
     zip_safe=False,
     data_files=[

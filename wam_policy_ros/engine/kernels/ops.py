@@ -11,10 +11,12 @@ the host and nothing but ``torch.empty`` allocates, so that everything here can 
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 from torch import Tensor
 
+from wam_policy_ros.contract.errors import MissingDependency
 from wam_policy_ros.engine.fp8 import Fp8
 from wam_policy_ros.model.errors import ShapeError
 
@@ -33,9 +35,19 @@ __all__ = [
 ]
 
 
+@functools.cache
+def _fused() -> ModuleType:
+    try:
+        from . import fused
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        raise MissingDependency("triton", "kernels", "the optimised step on a GPU") from error
+    return fused
+
+
 def _implementation(tensor: Tensor, plain: bool) -> ModuleType:
-    """The twins, on every device; the Triton kernels come with the next change."""
-    return reference
+    return reference if plain or tensor.device.type == "cpu" else _fused()
 
 
 def _check(what: str, tensor: Tensor | None, *shapes: tuple[int, ...]) -> None:

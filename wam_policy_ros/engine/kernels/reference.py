@@ -36,8 +36,8 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _quantized(x: Tensor, fp8: Fp8) -> Quantized:
-    row_scale = x.abs().amax(-1).clamp_min(SMALLEST_ROW) / fp8.max
-    return Quantized(saturated(x / row_scale.unsqueeze(-1), fp8.dtype), row_scale)
+    largest = x.abs().amax(-1).clamp_min(SMALLEST_ROW)
+    return Quantized(saturated(x * (fp8.max / largest).unsqueeze(-1), fp8.dtype), largest / fp8.max)
 
 
 def quantize_rows(x: Tensor, fp8: Fp8) -> Quantized:

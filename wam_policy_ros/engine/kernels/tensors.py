@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from wam_policy_ros.engine.fp8 import Fp8
 
 
 class Product(NamedTuple):
@@ -28,3 +31,24 @@ class Quantized(NamedTuple):
 
     values: Tensor
     row_scale: Tensor
+
+
+def quantized_like(x: Tensor, fp8: Fp8) -> Quantized:
+    """Uninitialised 8-bit rows of the shape of ``x``."""
+    return Quantized(
+        torch.empty(x.shape, dtype=fp8.dtype, device=x.device),
+        torch.empty(x.shape[0], dtype=torch.float32, device=x.device),
+    )
+
+
+def product_arguments(product: Product | None) -> dict[str, Any]:
+    """Arguments by which every kernel that finishes a product takes it; a stride of 0 is one scale for all."""
+    raw, row, col, bias = product or (None, None, None, None)
+    return {
+        "raw_ptr": raw,
+        "row_ptr": row,
+        "col_ptr": col,
+        "product_bias_ptr": bias,
+        "ROW_STRIDE": int(row is not None and row.numel() > 1),
+        "COL_STRIDE": int(col is not None and col.numel() > 1),
+    }

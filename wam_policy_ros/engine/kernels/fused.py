@@ -1,0 +1,10 @@
+"""The Triton operations under the names of their twins. Importing this imports Triton."""
+
+from __future__ import annotations
+
+from .activation import gelu_quant, quantize_rows
+from .cross import cross_attention
+from .norms import residual_norm, rms_rstd
+from .rope import qk_norm_rope_store
+
+__all__ = ["cross_attention", "gelu_quant", "qk_norm_rope_store", "quantize_rows", "residual_norm", "rms_rstd"]

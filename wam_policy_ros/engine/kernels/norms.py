@@ -1,0 +1,169 @@
+"""Residual sum with LayerNorm, and RMS statistics: one program per row, the row held in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wam_policy_ros.engine.fp8 import Fp8
+
+from .common import clear_past_end, finished, load_chunk, row_factor, store_chunk
+from .launch import VECTOR, Launch, Machine, chunking, machine_for
+from .tensors import Product, Quantized, product_arguments, quantized_like
+
+
+@triton.jit
+def residual_norm_kernel(
+    x_ptr, raw_ptr, row_ptr, col_ptr, product_bias_ptr,
+    gate_ptr, shift_ptr, scale_ptr, weight_ptr, bias_ptr, out_ptr, out_scale_ptr,
+    tokens, video_tokens, eps, limit,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROW_STRIDE: tl.constexpr, COL_STRIDE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    row = index.to(tl.int64) * WIDTH
+    group = (index % tokens >= video_tokens).to(tl.int32) * WIDTH
+    # All loads before the first store: the compiler may not move a load over a store that might touch its address.
+    xs = ()
+    raws = ()
+    for i in tl.static_range(COUNT):
+        xs = xs + (load_chunk(x_ptr + row, i, CHUNK, WIDTH),)
+    if raw_ptr is not None:
+        factor = row_factor(row_ptr, index, ROW_STRIDE)
+        for i in tl.static_range(COUNT):
+            raws = raws + (load_chunk(raw_ptr + row, i, CHUNK, WIDTH),)
+    stream = ()
+    total = tl.zeros([CHUNK], tl.float32)
+    for i in tl.static_range(COUNT):
+        x = xs[i].to(tl.float32)
+        if raw_ptr is not None:
+            y = finished(raws[i], factor, col_ptr, product_bias_ptr, i, COL_STRIDE, CHUNK, WIDTH)
+            if gate_ptr is not None:
+                y = y * load_chunk(gate_ptr + group, i, CHUNK, WIDTH).to(tl.float32)
+            kept = (x + y).to(x_ptr.dtype.element_ty)
+            store_chunk(x_ptr + row, kept, i, CHUNK, WIDTH)
+            x = kept.to(tl.float32)
+        total += x
+        stream = stream + (x,)
+    mean = tl.sum(total) / WIDTH
+    squares = tl.zeros([CHUNK], tl.float32)
+    for i in tl.static_range(COUNT):
+        centred = clear_past_end(stream[i] - mean, i, CHUNK, WIDTH)
+        squares += centred * centred
+    rstd = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
+    largest = tl.zeros([CHUNK], tl.float32)
+    hs = ()
+    for i in tl.static_range(COUNT):
+        h = (stream[i] - mean) * rstd
+        if weight_ptr is not None:
+            h = h * load_chunk(weight_ptr, i, CHUNK, WIDTH).to(tl.float32)
+        if scale_ptr is not None:
+            h = h * (1.0 + load_chunk(scale_ptr + group, i, CHUNK, WIDTH).to(tl.float32))
+        if bias_ptr is not None:
+            h = h + load_chunk(bias_ptr, i, CHUNK, WIDTH).to(tl.float32)
+        if shift_ptr is not None:
+            h = h + load_chunk(shift_ptr + group, i, CHUNK, WIDTH).to(tl.float32)
+        if out_scale_ptr is None:
+            store_chunk(out_ptr + row, h, i, CHUNK, WIDTH)
+        else:
+            h = clear_past_end(h, i, CHUNK, WIDTH)
+            largest = tl.maximum(largest, tl.abs(h))
+            hs = hs + (h,)
+    if out_scale_ptr is not None:
+        peak = tl.maximum(tl.max(largest), 1e-12)
+        tl.store(out_scale_ptr + index, peak / limit)
+        inverse = limit / peak
+        for i in tl.static_range(COUNT):
+            store_chunk(out_ptr + row, hs[i] * inverse, i, CHUNK, WIDTH)
+
+
+@triton.jit
+def rms_rstd_kernel(
+    raw_ptr, row_ptr, col_ptr, product_bias_ptr, out_ptr, eps,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROW_STRIDE: tl.constexpr, COL_STRIDE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    row = index.to(tl.int64) * WIDTH
+    factor = row_factor(row_ptr, index, ROW_STRIDE)
+    squares = tl.zeros([CHUNK], tl.float32)
+    for i in tl.static_range(COUNT):
+        raw = load_chunk(raw_ptr + row, i, CHUNK, WIDTH)
+        value = finished(raw, factor, col_ptr, product_bias_ptr, i, COL_STRIDE, CHUNK, WIDTH)
+        squares += value * value
+    tl.store(out_ptr + index, tl.rsqrt(tl.sum(squares) / WIDTH + eps))
+
+
+def plan_residual_norm(
+    machine: Machine,
+    x: Tensor,
+    y: Product | None,
+    gate: Tensor | None,
+    out: Tensor | Quantized,
+    *,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    tokens: int,
+    video_tokens: int,
+    limit: float,
+) -> Launch:
+    rows, width = x.shape
+    chunk, count = chunking(width)
+    values, out_scale = out if isinstance(out, Quantized) else (out, None)
+    arguments = product_arguments(y) | {
+        "x_ptr": x, "gate_ptr": gate, "shift_ptr": shift, "scale_ptr": scale, "weight_ptr": weight, "bias_ptr": bias,
+        "out_ptr": values, "out_scale_ptr": out_scale, "tokens": tokens, "video_tokens": video_tokens, "eps": eps,
+        "limit": limit, "WIDTH": width, "CHUNK": chunk, "COUNT": count,
+    }  # fmt: skip
+    return Launch(residual_norm_kernel, (rows,), arguments, machine.warps(chunk // VECTOR))
+
+
+def residual_norm(
+    x: Tensor,
+    y: Product | None,
+    gate: Tensor | None,
+    *,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    tokens: int,
+    video_tokens: int,
+    fp8: Fp8 | None,
+) -> Tensor | Quantized:
+    out = torch.empty_like(x) if fp8 is None else quantized_like(x, fp8)
+    plan_residual_norm(
+        machine_for(x.device),
+        x,
+        y,
+        gate,
+        out,
+        shift=shift,
+        scale=scale,
+        weight=weight,
+        bias=bias,
+        eps=eps,
+        tokens=tokens,
+        video_tokens=video_tokens,
+        limit=1.0 if fp8 is None else fp8.max,
+    ).run()
+    return out
+
+
+def plan_rms_rstd(machine: Machine, q: Product, out: Tensor, eps: float) -> Launch:
+    rows, width = q.raw.shape
+    chunk, count = chunking(width)
+    arguments = product_arguments(q) | {
+        "out_ptr": out, "eps": eps, "WIDTH": width, "CHUNK": chunk, "COUNT": count,
+    }  # fmt: skip
+    return Launch(rms_rstd_kernel, (rows,), arguments, machine.warps(chunk // VECTOR))
+
+
+def rms_rstd(q: Product, eps: float) -> Tensor:
+    out = torch.empty(q.raw.shape[0], dtype=torch.float32, device=q.raw.device)
+    plan_rms_rstd(machine_for(q.raw.device), q, out, eps).run()
+    return out
