@@ -24,9 +24,12 @@ def _p(
     high: float | None = None,
     choices: tuple[str, ...] = (),
     read_only: bool = False,
+    live: bool = False,
 ) -> Any:
+    """One parameter. ``read_only``: given at the start of the process and never changed; ``live``: may change while the
+    node is configured; all others may change until configure and after cleanup."""
     meta = {"name": name, "doc": doc, "unit": unit, "low": low, "high": high, "choices": choices}
-    meta["read_only"] = read_only
+    meta |= {"read_only": read_only, "live": live}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -50,15 +53,17 @@ class NodeParameters:
         choices=("", "tiny", "14b"),
     )
     device: str = _p("auto", "device", "torch device, or auto")
-    instruction: str = _p("", "instruction", "what to do; ~/prompt changes it while the node runs")
-    autostart: bool = _p(True, "autostart", "configure at start, activate as soon as the policy is ready")
+    instruction: str = _p("", "instruction", "what to do; ~/prompt changes it while the node runs", live=True)
+    autostart: bool = _p(
+        True, "autostart", "configure at start, activate as soon as the policy is ready", read_only=True
+    )
     exit_on_failure: bool = _p(
         False,
         "exit_on_failure",
         "end with exit code 1 when autostart gives up: refused configuration, or a policy that cannot be loaded",
         read_only=True,
     )
-    executor: str = _p("single", "executor", "rclpy executor", choices=("single", "events"))
+    executor: str = _p("single", "executor", "rclpy executor", choices=("single", "events"), read_only=True)
 
     engine_schedule: str = _p(
         "static",
@@ -198,9 +203,16 @@ class NodeParameters:
     joints_names: tuple[str, ...] = _p(
         (), "joints.names", "ROS joint names in the order of the state fields, gripper joints included; required"
     )
-    gripper_open: float = _p(0.0, "gripper.open", "gripper joint at policy value 0", unit="joint unit")
+    gripper_open: float = _p(
+        0.0, "gripper.open", "gripper joint at policy value 0", unit="joint unit", low=-1000.0, high=1000.0
+    )
     gripper_closed: float = _p(
-        0.0, "gripper.closed", "gripper joint at policy value 1; must differ from open", unit="joint unit"
+        0.0,
+        "gripper.closed",
+        "gripper joint at policy value 1; must differ from open",
+        unit="joint unit",
+        low=-1000.0,
+        high=1000.0,
     )
 
     output_topic: str = _p("joint_trajectory", "output.topic", "trajectory_msgs/JointTrajectory")
@@ -350,23 +362,59 @@ def _coerce(name: str, f: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
+def refusal(changes: Mapping[str, Any], *, configured: bool) -> str:
+    """Why parameters cannot take new values; empty when they can. Names of others than this node's are not judged.
+
+    Args:
+        changes: ROS name -> new value, None to remove it.
+        configured: the node has been configured.
+    """
+    fields, problems = NodeParameters.names(), []
+    for name, value in changes.items():
+        if (f := fields.get(name)) is None:
+            continue
+        if value is None:
+            problems.append(f"parameter {name} cannot be removed")
+            continue
+        try:
+            _coerce(name, f, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    if not problems and configured:
+        fixed = [name for name in changes if name in fields and not fields[name].metadata["live"]]
+        problems += [f"{fixed} can change only after cleanup"] if fixed else []
+    return "; ".join(problems)
+
+
 def declare(node: Any) -> None:
     """Declare every parameter on a node. Typed dynamically: a YAML integer is accepted where a double is meant."""
-    from rcl_interfaces.msg import ParameterDescriptor
-
     for name, f in NodeParameters.names().items():
-        meta = f.metadata
-        limits = f"range {meta['low']} to {meta['high']}" if meta["low"] is not None else ""
-        choices = f"one of {meta['choices']}" if meta["choices"] else ""
-        notes = [t for t in (f"unit {meta['unit']}" if meta["unit"] else "", limits, choices) if t]
         default = list(f.default) if isinstance(f.default, tuple) else f.default
-        descriptor = ParameterDescriptor(
-            description=meta["doc"],
-            additional_constraints=", ".join(notes),
-            dynamic_typing=True,
-            read_only=meta["read_only"],
-        )
-        node.declare_parameter(name, default, descriptor)
+        node.declare_parameter(name, default, _descriptor(name, f, getattr(node, "_parameter_overrides", {})))
+
+
+def _descriptor(name: str, f: dataclasses.Field[Any], overrides: Mapping[str, Any]) -> Any:
+    from rcl_interfaces.msg import FloatingPointRange, IntegerRange, ParameterDescriptor
+
+    meta, kind = f.metadata, type(f.default)
+    notes = [f"unit {meta['unit']}"] if meta["unit"] else []
+    notes += [f"range {meta['low']:g} to {meta['high']:g}"] if meta["low"] is not None else []
+    notes += [f"one of {', '.join(repr(c) for c in meta['choices'])}"] if meta["choices"] else []
+    if not meta["read_only"] and not meta["live"]:
+        notes.append("fixed between configure and cleanup")
+    descriptor = ParameterDescriptor(
+        description=meta["doc"],
+        additional_constraints=", ".join(notes),
+        dynamic_typing=True,
+        read_only=meta["read_only"],
+    )
+    if meta["low"] is not None and name in overrides and refusal({name: overrides[name].value}, configured=False):
+        return descriptor  # with a range rclpy would end the process here; configure says what is wrong
+    if kind is float:
+        descriptor.floating_point_range = [FloatingPointRange(from_value=meta["low"], to_value=meta["high"])]
+    elif kind is int:
+        descriptor.integer_range = [IntegerRange(from_value=int(meta["low"]), to_value=int(meta["high"]))]
+    return descriptor
 
 
 def read(node: Any) -> NodeParameters:

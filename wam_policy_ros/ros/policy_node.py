@@ -349,17 +349,22 @@ class PolicyNode(LifecycleNode):
         return result or SetParametersResult(successful=False, reason="defect in the node, see the log")
 
     def _set_parameters(self, changes: list[Parameter]) -> SetParametersResult:
-        ours = parameters.NodeParameters.names()
-        if self._parts is not None:
-            fixed = [p.name for p in changes if p.name in ours and p.name != "instruction"]
-            if fixed:
-                return SetParametersResult(successful=False, reason=f"{fixed} can change only after cleanup")
-            for p in changes:
-                if p.name == "instruction":
-                    if not isinstance(p.value, str):
-                        return SetParametersResult(successful=False, reason="instruction must be text")
-                    self._parts.control.set_prompt(p.value)
+        given = {p.name: p.value for p in changes}
+        if reason := parameters.refusal(given, configured=self._parts is not None):
+            return SetParametersResult(successful=False, reason=reason)
+        if self._parts is not None and "instruction" in given:
+            self._parts.control.set_prompt(given["instruction"])
         return SetParametersResult(successful=True)
+
+    def set_parameters_atomically(self, parameter_list: list[Parameter]) -> SetParametersResult:
+        """As rclpy's, but a name that does not exist is answered with the nearest ones that do.
+
+        ``ros2 param set`` and the parameter services end here.
+        """
+        new = [p.name for p in parameter_list if not self.has_parameter(p.name)]
+        if unknown := parameters.unknown_names(new):
+            return SetParametersResult(successful=False, reason="; ".join(unknown))
+        return super().set_parameters_atomically(parameter_list)
 
     def _log(self, level: str, line: str) -> None:
         logger = self.get_logger()
