@@ -21,7 +21,7 @@ from wam_policy_ros.contract.errors import (
 )
 from wam_policy_ros.contract.fakes import HoldPolicy, ScriptedPolicy, example_observation
 from wam_policy_ros.contract.interface import Observation
-from wam_policy_ros.ros.progress import ProgressLog
+from wam_policy_ros.contract.progress import ProgressLog
 from wam_policy_ros.ros.worker import InferenceWorker, Phase, Request, Result, WorkerStatus
 
 from .conftest import wait_for

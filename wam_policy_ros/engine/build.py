@@ -16,6 +16,7 @@ from wam_policy_ros.model.checkpoint import load_weights, read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import CheckpointFileError
+from wam_policy_ros.model.fingerprint import fingerprint
 from wam_policy_ros.model.tokenizer import ByteTokenizer, Tokenizer
 
 from .config import EngineConfig
@@ -70,7 +71,10 @@ def build_policy(
         network = load_weights(folder, device=where, dtype=dtype, progress=progress)
     except CheckpointFileError as error:
         raise CheckpointError(error.what, problems=error.problems, remedy=error.remedy) from error
-    return DreamZeroPolicy(network, robot, statistics, tokens, config, weights=f"checkpoint {folder.path.name}")
+    policy = DreamZeroPolicy(network, robot, statistics, tokens, config, weights=f"checkpoint {folder.path.name}")
+    known = fingerprint(entry.shard for entry in folder.tensors.values())
+    policy.spec = dataclasses.replace(policy.spec, details={**policy.spec.details, "weights_hash": known})
+    return policy
 
 
 def resolve_device(device: str) -> torch.device:

@@ -21,6 +21,7 @@ from trajectory_msgs.msg import JointTrajectory
 
 from wam_policy_ros.contract.errors import ConfigError, NotReady
 from wam_policy_ros.contract.interface import Policy
+from wam_policy_ros.contract.progress import ProgressLog
 
 from . import parameters
 from .assembly import Assembly, assemble
@@ -32,7 +33,6 @@ from .frames import DecodeAhead
 from .lifecycle import Autostart, steady_clock, transition
 from .messages import trajectory_to_msg
 from .parameters import NodeParameters
-from .progress import ProgressLog
 from .qos import latched_qos
 from .reporter import Reporter
 from .reports import Monitor

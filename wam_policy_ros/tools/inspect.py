@@ -49,8 +49,7 @@ def describe(found: Survey) -> dict[str, Any]:
     """Everything ``wam inspect`` says, JSON-serialisable. ``problems`` is empty when the folder can be loaded."""
     report: dict[str, Any] = {"path": str(found.folder.path)}
     if found.config is not None:
-        network = DreamZero.on_meta(found.config)
-        report["network"] = _network(found.config, {n: tuple(p.shape) for n, p in network.state_dict().items()})
+        report["network"] = network_report(found.config)
     report["files"] = _files(found.folder)
     report["embodiments"] = {tag: _robot(robot) for tag, robot in found.robots.items()}
     report["tokenizer"] = None
@@ -58,6 +57,12 @@ def describe(found: Survey) -> dict[str, Any]:
         report["tokenizer"] = f"fits, {found.tokenizer.max_length} tokens"
     report["problems"] = [line for fault in found.faults() for line in fault_lines(fault)]
     return report
+
+
+def network_report(config: DreamZeroConfig) -> dict[str, Any]:
+    """Size and memory of a network, without making it."""
+    network = DreamZero.on_meta(config)
+    return _network(config, {n: tuple(p.shape) for n, p in network.state_dict().items()})
 
 
 def _network(config: DreamZeroConfig, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

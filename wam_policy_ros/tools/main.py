@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "play a robot over real DDS, run the node, write a report with pictures",
     "replay": "feed a recording (rosbag2) through the node's own path, without ROS, and say what it would do",
     "up": "start the node without a ROS installation",
+    "serve": "answer OpenPI clients, without ROS",
     "golden": "compare the engine with recorded reference runs",
     "bench": "measure: step, and what else wam bench --help lists",
 }

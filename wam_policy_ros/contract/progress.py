@@ -1,10 +1,10 @@
-"""The worker's progress on the console: a line for every new phase and for every tenth of it."""
+"""An owner's progress on the console: a line for every new phase and for every tenth of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .worker import Phase, WorkerStatus
+from .policy_thread import OwnerStatus, Phase
 
 
 class ProgressLog:
@@ -18,7 +18,7 @@ class ProgressLog:
         self._log = log
         self._said: tuple[Phase, int] | None = None
 
-    def update(self, status: WorkerStatus) -> None:
+    def update(self, status: OwnerStatus) -> None:
         """To be called for every new status; says something only when there is something new to say."""
         said = (status.phase, int(10 * status.fraction + 1e-6))
         if said == self._said or status.phase in (Phase.FAILED, Phase.STOPPED):  # those have lines of their own

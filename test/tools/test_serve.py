@@ -1,0 +1,162 @@
+"""``wam serve`` as a process: dry run, smoke, serving, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from websockets.sync.client import connect
+
+from test.tiny_checkpoint import write_checkpoint
+from wam_policy_ros.model.fingerprint import fingerprint
+from wam_policy_ros.serving.codec import pack, unpack
+from wam_policy_ros.tools.main import main
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["serve", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_dry_run_of_a_good_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path / "ckpt")
+    code, said = report(capsys, str(folder), "--dry-run", "--port", "0", "--dialect", "roboarena")
+    assert code == 0 and said["problems"] == [], said
+    assert said["memory"]["weights_GiB"] >= 0 and said["engine"].startswith("8 of 16")
+    assert said["dialects"]["roboarena"].startswith("served")
+    assert said["dialects"]["openpi_droid"].startswith("not served")
+
+
+def test_dry_run_names_what_would_not_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path / "ckpt")
+    (folder / "experiment_cfg" / "metadata.json").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, said = report(
+            capsys, str(folder), "--dry-run", "--port", port, "--dialect", "openpi-droid", "--evaluations", "9"
+        )
+    text = "\n".join(said["problems"])
+    assert code == 1
+    for words in ("statistics", f"127.0.0.1:{port}", "joint_velocity", "evaluations"):
+        assert words in text, words
+    code, said = report(
+        capsys, "--fake", "hold", "--dry-run", "--port", "0", "--host", "0.0.0.0", "--dialect", "polaris"
+    )
+    assert code == 0 and "anybody" in said["warnings"][0] + said["warnings"][1]
+    assert any("224x224" in line for line in said["warnings"])
+
+
+def test_contradictions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        ([], "give a checkpoint"),
+        (["a", "--fake", "hold"], "give a checkpoint"),
+        (["--fake", "hold", "--set", "max_sesions=3"], "max_sesions"),
+        (["--fake", "hold", "--also", "9000"], "PORT=DIALECT"),
+        (["--fake", "hold", "--dialect", "pi"], "unknown OpenPI dialect"),
+    ):
+        assert main(["serve", *words]) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_smoke_loads_and_makes_one_chunk(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = report(capsys, "--fake", "hold", "--smoke")
+    assert code == 0 and said["rows"] == [24, 8] and said["finite"]
+    assert main(["serve", "/nowhere", "--smoke"]) == 1
+    assert "/nowhere" in capsys.readouterr().err
+
+
+@contextmanager
+def process(*words: str) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
+    command = [sys.executable, "-m", "wam_policy_ros.tools.main", "serve", "--port", "0", *words]
+    lines: list[str] = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        stderr = running.stderr
+
+        def collect() -> None:
+            lines.extend(iter(stderr.readline, ""))
+
+        reader = threading.Thread(target=collect, daemon=True)
+        reader.start()
+        try:
+            end = time.monotonic() + 30
+            while not (found := [x for x in lines if "server listening on" in x]):
+                assert time.monotonic() < end and running.poll() is None, lines
+                time.sleep(0.01)
+            yield running, int(found[0].partition("127.0.0.1:")[2].partition(",")[0]), lines
+        finally:
+            running.kill()
+            reader.join(5)
+
+
+def hold_request() -> dict[str, Any]:
+    picture = np.zeros((180, 320, 3), np.uint8)
+    names = ("exterior_image_0_left", "exterior_image_1_left", "wrist_image_left")
+    return {f"observation/{n}": picture for n in names} | {
+        "observation/joint_position": np.arange(7.0),
+        "observation/gripper_position": np.ones(1),
+        "prompt": "hold",
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_within_two_seconds_with_a_step_in_flight(number: signal.Signals) -> None:
+    with process("--fake", "hold", "--fake-latency-s", "30", "--no-warm-up") as (running, port, lines):
+        with connect(f"ws://127.0.0.1:{port}", compression=None, proxy=None) as client:
+            client.recv(timeout=5)
+            client.send(pack(hold_request()))
+            end = time.monotonic() + 5
+            while "wam_openpi_waiting_jobs 0.0" not in (text := _metrics(port)) or "connections 1.0" not in text:
+                assert time.monotonic() < end
+            time.sleep(0.05)
+            start = time.monotonic()
+            running.send_signal(number)
+            assert running.wait(5) == 0, lines
+            assert time.monotonic() - start < 2
+            with pytest.raises(Exception, match="1001"):
+                client.recv(timeout=1)
+        assert not any("Traceback" in line for line in lines)
+
+
+def _metrics(port: int) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        return str(reply.read().decode())
+
+
+def test_it_serves() -> None:
+    with process("--fake", "hold", "--dialect", "openpi") as (_, port, lines):
+        with connect(f"ws://127.0.0.1:{port}", compression=None, proxy=None) as client:
+            assert unpack(client.recv(timeout=5))["contract"]["weights"].startswith("hold")  # type: ignore[arg-type]
+            client.send(pack(hold_request()))
+            rows = unpack(client.recv(timeout=5))["actions"]  # type: ignore[arg-type]
+        np.testing.assert_array_equal(rows, np.tile(np.r_[np.arange(7.0), 1.0], (24, 1)).astype(np.float32))
+        assert any("Application startup complete" in line for line in lines)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_ends_it() -> None:
+    command = [sys.executable, "-m", "wam_policy_ros.tools.main", "serve", "/nowhere", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "/nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_weights_have_a_short_name(tmp_path: Path) -> None:
+    shards = sorted(write_checkpoint(tmp_path / "a").glob("*.safetensors"))
+    name = fingerprint(shards)
+    assert name.startswith("sampled-sha256:") and fingerprint([*reversed(shards)]) == name
+    raw = bytearray(shards[0].read_bytes())
+    raw[-1] ^= 1
+    shards[0].write_bytes(raw)
+    assert fingerprint(shards) != name

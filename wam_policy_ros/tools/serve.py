@@ -1,0 +1,246 @@
+"""``wam serve CHECKPOINT``: the OpenPI endpoint on a machine without ROS.
+
+``--dry-run`` says without weights or GPU what would run where and what would not work, ``--smoke`` loads, makes one
+chunk and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wam_policy_ros.contract.errors import ConfigError, MissingDependency
+from wam_policy_ros.contract.fakes import HoldPolicy, example_observation
+from wam_policy_ros.contract.interface import Policy
+from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
+from wam_policy_ros.contract.progress import ProgressLog
+from wam_policy_ros.serving.config import ServerConfig
+from wam_policy_ros.serving.dialects import DIALECTS
+from wam_policy_ros.serving.server import OpenPIServer
+
+SERVER_GRACE_S, OWNER_GRACE_S = 1.2, 0.4
+"""Together well below the 2 s in which Ctrl-C must have worked, whatever a step does meanwhile."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("which policy")
+    what.add_argument("checkpoint", nargs="?", help="checkpoint folder")
+    what.add_argument("--random-weights", choices=["tiny", "14b"], help="an untrained network instead: not a policy")
+    what.add_argument("--fake", choices=["hold"], help="no network: every row repeats the state that was sent")
+    what.add_argument("--fake-latency-s", type=float, default=0.0, help="how long a step of the fake takes")
+    what.add_argument("--embodiment", default="oxe_droid")
+    what.add_argument("--tokenizer", help="folder with tokenizer.json of umt5-xxl")
+    what.add_argument("--device", default="auto")
+    what.add_argument(
+        "--evaluations", type=int, help="network evaluations of 16 solver steps: 16, 8 (default), 7, 6, 5"
+    )
+    what.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="engine option")
+    where = parser.add_argument_group("whom it serves")
+    where.add_argument("--host", default="127.0.0.1", help="default: this machine only")
+    where.add_argument("--port", type=int, default=8000)
+    names = ", ".join(DIALECTS)
+    where.add_argument("--dialect", default="dreamzero", help=f"of clients on /: {names}. Each is also at /NAME")
+    where.add_argument("--also", action="append", default=[], metavar="PORT=DIALECT", help="a further port")
+    where.add_argument("--resize", choices=["refuse", "pad", "stretch"], default="refuse",
+                       help="pictures that have not the announced size")  # fmt: skip
+    where.add_argument("--single-exterior", choices=["refuse", "dropped_view"], default="refuse",
+                       help="clients with one exterior camera")  # fmt: skip
+    where.add_argument("--instruction", default="", help="for requests without a prompt")
+    where.add_argument("--api-key-file", type=Path, help="clients must send this file's content")
+    where.add_argument("--max-sessions", type=int, default=64)
+    where.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", dest="options",
+                       help="any other option of the server, e.g. resume_s=30, errors=keep_open")  # fmt: skip
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--dry-run", action="store_true", help="say what would happen; loads nothing, needs no GPU")
+    how.add_argument("--smoke", action="store_true", help="load, make one chunk, end")
+    parser.add_argument("--no-warm-up", action="store_true", help="ready at once; the first calls are slow")
+    parser.add_argument("--json", action="store_true", help="the report of --dry-run or --smoke as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if sum(map(bool, (args.checkpoint, args.random_weights, args.fake))) != 1:
+        raise ConfigError(
+            "give a checkpoint folder, or --random-weights, or --fake", got=f"checkpoint {args.checkpoint!r}"
+        )
+    config = server_config(args)
+    if args.dry_run:
+        from .serve_report import dry_run
+
+        return dry_run(args, config)
+    if not args.fake and importlib.util.find_spec("torch") is None:
+        raise MissingDependency("torch", "engine", "wam serve CHECKPOINT")
+    return smoke(args) if args.smoke else serve(args, config)
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """From the command line.
+
+    Raises:
+        ConfigError: unknown options, or some that do not fit together.
+    """
+    ports = {}
+    for word in args.also:
+        port, equals, name = word.partition("=")
+        if not equals or not port.isdecimal():
+            raise ConfigError("--also wants PORT=DIALECT", got=word)
+        ports[int(port)] = name
+    key = ""
+    if args.api_key_file is not None:
+        try:
+            key = args.api_key_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("the file with the key cannot be read", got=str(error)) from error
+        if not key:
+            raise ConfigError("the file with the key is empty", got=args.api_key_file)
+    values = {
+        "host": args.host,
+        "port": args.port,
+        "dialect": args.dialect,
+        "ports": ports,
+        "resize": args.resize,
+        "single_exterior": args.single_exterior,
+        "instruction": args.instruction,
+        "max_sessions": args.max_sessions,
+        "api_key": key,
+        "grace_s": SERVER_GRACE_S / 2,
+    }
+    return ServerConfig.from_dict(values | option_words(args.options))
+
+
+def option_words(words: list[str]) -> dict[str, Any]:
+    """``["resume_s=30", "guidance_steps=[0, 6]"]`` to values; they are JSON where they can be, lists are tuples."""
+    out: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError("an option must be OPTION=VALUE", got=word)
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        out[name] = tuple(value) if isinstance(value, list) else value
+    return out
+
+
+def policy_factory(args: argparse.Namespace) -> Callable[[Callable[[str, float], None]], Policy]:
+    """What the policy's thread calls to get the policy."""
+
+    def build(progress: Callable[[str, float], None]) -> Policy:
+        if args.fake:
+            return HoldPolicy(embodiment=args.embodiment, latency_s=args.fake_latency_s)
+        # Here, in the policy's thread: importing torch takes seconds, in which probes are answered already.
+        from wam_policy_ros.engine.build import build_policy
+        from wam_policy_ros.engine.config import EngineConfig
+
+        options = option_words(args.engine)
+        if args.evaluations is not None:
+            options |= {"schedule": "static", "evaluations": args.evaluations}
+        return build_policy(
+            embodiment=args.embodiment,
+            checkpoint=args.checkpoint,
+            random_weights=args.random_weights,
+            tokenizer=args.tokenizer,
+            device=args.device,
+            config=EngineConfig.from_dict(options),
+            progress=progress,
+        )
+
+    return build
+
+
+def say(level: str, line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {level:7} {line}", file=sys.stderr, flush=True)
+
+
+def serve(args: argparse.Namespace, config: ServerConfig) -> int:
+    """Until SIGINT or SIGTERM, or until the policy cannot be loaded."""
+    woken, signals = threading.Event(), []
+
+    def on_signal(number: int, frame: object) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            os._exit(130)
+        woken.set()
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    owner = PolicyThread(policy_factory(args), log=say, warm_up=not args.no_warm_up)
+    progress = ProgressLog(lambda line: say("info", line))
+
+    def changed() -> None:
+        progress.update(owner.status)
+        if owner.status.phase is Phase.FAILED:
+            woken.set()
+
+    owner.subscribe(changed)
+    server = OpenPIServer(config, owner, log=say)
+    try:
+        server.start()
+        owner.start()
+        woken.wait()
+        failed = owner.status.phase is Phase.FAILED
+        say("info", "stopping" if signals else "the policy cannot be loaded; ending")
+        ended = [server.stop(SERVER_GRACE_S), owner.stop(OWNER_GRACE_S)]
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if not all(ended):
+        say("warning", "a step does not end; leaving without it")
+        sys.stdout.flush()
+        os._exit(1 if failed else 0)  # a thread that sits in a GPU call would keep the process
+    return 1 if failed else 0
+
+
+def smoke(args: argparse.Namespace) -> int:
+    """Load, make one chunk from a made-up observation, end."""
+    say_progress = ProgressLog(lambda line: say("info", line))
+    owner = PolicyThread(policy_factory(args), log=say, warm_up=False)
+    ended = threading.Event()
+
+    def changed() -> None:
+        say_progress.update(owner.status)
+        if owner.status.phase in (Phase.READY, Phase.FAILED, Phase.STOPPED):
+            ended.set()
+
+    owner.subscribe(changed)
+    start = time.monotonic()
+    owner.start()
+    ended.wait()
+    if owner.status.phase is not Phase.READY:
+        return 1
+    loaded_s = time.monotonic() - start
+
+    def one_chunk(policy: Policy, cancelled: Callable[[], bool]) -> Any:
+        session = policy.open()
+        try:
+            return policy.infer(session, example_observation(policy.spec), cancelled=cancelled)
+        finally:
+            policy.close(session)
+
+    ticket = owner.submit(one_chunk, lane="smoke")
+    chunk = ticket.result()
+    spec = owner.status.spec
+    assert spec is not None and ticket.started_s is not None and ticket.ended_s is not None
+    report = {
+        "weights": spec.weights,
+        "random_weights": spec.random_weights,
+        "load_s": round(loaded_s, 3),
+        "first_chunk_s": round(ticket.ended_s - ticket.started_s, 3),
+        "rows": list(chunk.actions.shape),
+        "finite": bool((abs(chunk.actions) < float("inf")).all()),
+    }
+    owner.stop(5.0)
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print(f"{report['weights']}: loaded in {loaded_s:.1f} s, first chunk {report['rows']} in "
+              f"{report['first_chunk_s']} s (cold), {'finite' if report['finite'] else 'NOT FINITE'}")  # fmt: skip
+    return 0 if report["finite"] else 1

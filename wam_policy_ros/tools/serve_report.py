@@ -1,0 +1,177 @@
+"""``wam serve --dry-run``: what would run where, how much memory it needs, what would not work. Reads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import socket
+from typing import Any
+
+from wam_policy_ros.contract.embodiment import get_embodiment
+from wam_policy_ros.contract.errors import CheckpointError, ConfigError, WamError
+from wam_policy_ros.contract.fakes import spec_of
+from wam_policy_ros.contract.interface import PolicySpec
+from wam_policy_ros.serving.config import ServerConfig
+from wam_policy_ros.serving.dialects import DIALECTS, check_fit, get_dialect
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+STEP_GIB_14B = 8.0
+"""Room a step of the 14B network takes beside weights and windows (activations, VAE); an upper estimate."""
+
+
+def dry_run(args: argparse.Namespace, config: ServerConfig) -> int:
+    """Print the report; 0 when the server would start and serve its configured dialects."""
+    report: dict[str, Any] = {"problems": [], "warnings": []}
+    spec = _policy(args, report)
+    report["memory"] = None if args.fake else _memory(args, config, report)
+    report["endpoint"] = _endpoint(config, report)
+    report["dialects"] = _dialects(config, spec, report)
+    report.pop("_network", None)
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        _print(report)
+    return 1 if report["problems"] else 0
+
+
+def _policy(args: argparse.Namespace, report: dict[str, Any]) -> PolicySpec:
+    """The spec the policy would have, as far as it can be known."""
+    robot = get_embodiment(args.embodiment)
+    if args.fake:
+        report["policy"] = "hold: no network, every row repeats the state"
+        return spec_of(robot, weights="hold")
+    _engine_options(args, report)
+    for package in ("torch", "safetensors", "tokenizers", "ftfy"):
+        if importlib.util.find_spec(package) is None:
+            report["problems"].append(f"{package} is not installed: pip install 'wam_policy_ros[engine]'")
+    if importlib.util.find_spec("torch") is None:
+        report["policy"] = str(args.checkpoint or args.random_weights)
+        return spec_of(robot, weights="unknown")
+    from wam_policy_ros.engine.survey import survey
+    from wam_policy_ros.model.checkpoint import read_folder
+    from wam_policy_ros.model.config import DreamZeroConfig
+    from wam_policy_ros.model.errors import CheckpointFileError
+
+    from .inspect import describe, network_report
+
+    if args.random_weights:
+        tiny = args.random_weights == "tiny"
+        report["policy"] = f"RANDOM WEIGHTS ({args.random_weights} network, never trained): not a policy"
+        report["_network"] = network_report(DreamZeroConfig.tiny() if tiny else DreamZeroConfig.dreamzero_14b())
+        return spec_of(robot, weights=report["policy"], random_weights=True)
+    report["policy"] = f"checkpoint {args.checkpoint}"
+    try:
+        folder = read_folder(args.checkpoint)
+    except CheckpointFileError as error:
+        fault = CheckpointError(error.what, problems=error.problems, remedy=error.remedy)
+        report["problems"] += [str(fault)]
+        return spec_of(robot, weights="unreadable")
+    found = survey(folder, embodiment=args.embodiment, tokenizer=args.tokenizer)
+    report["_network"] = describe(found).get("network")
+    report["problems"] += [str(fault) for fault in found.faults(robot.tag)]
+    known = found.robots.get(robot.tag)
+    return spec_of(known[0] if isinstance(known, tuple) else robot, weights=report["policy"])
+
+
+def _engine_options(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    if importlib.util.find_spec("torch") is None:
+        return
+    from wam_policy_ros.engine.config import EngineConfig
+
+    from .serve import option_words
+
+    options = option_words(args.engine)
+    if args.evaluations is not None:
+        options |= {"schedule": "static", "evaluations": args.evaluations}
+    try:
+        report["engine"] = f"{EngineConfig.from_dict(options).evaluations_text} evaluations"
+    except (WamError, TypeError) as error:
+        report["problems"].append(f"engine options: {error}")
+
+
+def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, Any]) -> dict[str, Any] | None:
+    network = report.get("_network")
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    wants_gpu = args.device.startswith("cuda") or (args.device == "auto" and bool(gpus))
+    if args.device.startswith("cuda") and not gpus:
+        report["problems"].append(f"device {args.device}: PyTorch {torch.__version__} sees no GPU")
+    total = gpus[0].total_memory / 2**30 if gpus and wants_gpu else None
+    out: dict[str, Any] = {
+        "device": f"{gpus[0].name}, {total:.0f} GiB" if total is not None else "CPU" if not wants_gpu else args.device,
+        "dtype": "bfloat16" if wants_gpu else "float32",
+    }
+    if network is None:
+        return out
+    factor = 1 if wants_gpu else 2
+    weights, session = network["bf16_weights_GiB"] * factor, network["bf16_session_GiB"] * factor
+    step = STEP_GIB_14B * network["parameters"] / 14e9
+    out |= {"weights_GiB": weights, "per_session_GiB": session, "step_GiB": round(step, 1)}
+    if total is not None and session:
+        room = int((total - weights - step) / session)
+        out["sessions_that_fit"] = max(room, 0)
+        if room < 1:
+            report["problems"].append(f"{weights + step + session:.0f} GiB are needed, the GPU has {total:.0f} GiB")
+        elif room < config.max_sessions:
+            report["warnings"].append(f"about {room} sessions fit, --max-sessions is {config.max_sessions}")
+    elif network["parameters"] > 1e9:
+        report["warnings"].append(f"on a CPU a step of {network['parameters'] / 1e9:.0f} B parameters takes minutes")
+    return out
+
+
+def _endpoint(config: ServerConfig, report: dict[str, Any]) -> list[str]:
+    lines = []
+    for port, name in {config.port: config.dialect, **config.ports}.items():
+        lines.append(f"ws://{config.host}:{port}/ {name}")
+        if port:
+            try:
+                with socket.create_server((config.host, port)):
+                    pass
+            except OSError as error:
+                report["problems"].append(f"cannot listen on {config.host}:{port}: {error.strerror or error}")
+    lines += [f"ws://{config.host}:{config.port}{path} {name}" for path, name in config.paths.items()]
+    if config.host not in LOOPBACK and not config.api_key:
+        report["warnings"].append(f"{config.host} without --api-key-file: anybody who reaches the port may use it")
+    if config.wire.resize != "refuse" and importlib.util.find_spec("PIL") is None:
+        report["problems"].append("Pillow is not installed: pip install 'wam_policy_ros[serve]'")
+    return lines
+
+
+def _dialects(config: ServerConfig, spec: PolicySpec, report: dict[str, Any]) -> dict[str, str]:
+    configured = {config.dialect, *config.ports.values()}
+    out = {}
+    for dialect in DIALECTS.values():
+        try:
+            check_fit(dialect, spec)
+            out[dialect.name] = f"served: {dialect.clients}"
+        except ConfigError as error:
+            out[dialect.name] = f"not served: {error.what}, this policy gives {spec.action_space}"
+    for name in configured:
+        dialect = get_dialect(name)
+        if not out[dialect.name].startswith("served"):
+            report["problems"].append(f"dialect {dialect.name} {out[dialect.name]}")
+        strict = config.wire.resize == "refuse" or config.wire.single_exterior == "refuse"
+        if dialect.sends and strict:
+            report["warnings"].append(f"clients of {dialect.name} send {dialect.sends}")
+    return out
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"policy: {report['policy']}")
+    if "engine" in report:
+        print(f"engine: {report['engine']}")
+    if report["memory"]:
+        print("memory: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in report["memory"].items()))
+    for line in report["endpoint"]:
+        print(f"listens: {line}")
+    for name, text in report["dialects"].items():
+        print(f"  {name:19} {text}")
+    for line in report["warnings"]:
+        print(f"WARNING {line}")
+    for line in report["problems"]:
+        print(f"PROBLEM {line}")
+    print(f"{len(report['problems'])} problem(s): it would not work" if report["problems"] else "it would start")
