@@ -24,6 +24,8 @@ ROS_KILTED = [
 ]
 
 ENGINE = ["torch>=2.5", "safetensors>=0.4.3", "tokenizers>=0.20", "ftfy>=6.1"]
+# cuDNN's 8-bit attention; NVIDIA GPUs only.
+FP8_ATTENTION = ["nvidia-cudnn-frontend>=1.18"]
 # Before 15 the asyncio server cannot do all that is needed: proxies off, pings without a deadline.
 SERVE = ["websockets>=15", "msgpack>=1.0.8", "prometheus_client>=0.20", "pillow>=10"]
 # Headless: it needs no X libraries. On a machine with ROS 2 the distribution's python3-opencv is used instead.
@@ -49,6 +51,7 @@ setup(
     extras_require={
         "engine": ENGINE,
         "kernels": KERNELS,
+        "fp8-attention": FP8_ATTENTION,
         "serve": SERVE,
         "vision": VISION,
         "demo": ENGINE + REPORT + VISION,

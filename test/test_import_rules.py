@@ -46,6 +46,7 @@ HOMES: dict[str, set[str]] = {
     "sentencepiece": {"model"},
     "ftfy": {"model"},
     "triton": {"engine/kernels"},
+    "cudnn": {"engine/kernels"},
     "websockets": {"serving"},
     "msgpack": {"serving"},
     "prometheus_client": {"serving"},

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .fp8 import Fp8
+from .kernels.cudnn_attention import CudnnFp8
 
 
 class Attention(Protocol):
@@ -104,3 +105,19 @@ class PlainFp8Attention:
         # The result is a mean of rows of v, so v's scale is enough.
         top = s.fp8.max
         return (out * s.v[layer]).clamp(-top, top).to(s.fp8.dtype)
+
+
+class CudnnFp8Attention:
+    """cuDNN's 8-bit kernel with the scales of ``Fp8Scales``; its twin is ``PlainFp8Attention``. For sm_90 and later."""
+
+    def __init__(self, scales: Fp8Scales, device: torch.device) -> None:
+        self.scales = scales
+        self.kv_dtype = scales.fp8.dtype
+        self._kernel = CudnnFp8(device)
+        self._scalars: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        if layer not in self._scalars:
+            s = self.scales
+            self._scalars[layer] = self._kernel.scalars(s.q[layer], s.k[layer], s.v[layer])
+        return self._kernel(q, k, v, self._scalars[layer])

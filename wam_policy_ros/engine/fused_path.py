@@ -16,8 +16,10 @@ from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import NUM_STEPS, EngineConfig
-from .encode import FirstFrame, Prompt, PromptEncoder, encode_first_frame
+from .encode import FirstFrame, Prompt, PromptEncoder
 from .fast_dit import FastDiT
+from .fast_encode import FastFirstFrame
+from .fast_vae import FastVAE
 from .graphs import GraphCache
 from .inpaint import Committed, constrained_flow
 from .sampler import Guidance, Noise, Probe, conditioning_slice, draw_noise, noise_levels
@@ -48,7 +50,7 @@ class FusedPath:
     Args:
         network: its DiT is shared with, or taken over by, ``dit``.
         config: schedule, guidance, graphs.
-        dit: the network as the fused step runs it.
+        dit, vae: the networks as the fused step runs them.
         latent_hw: size of a latent frame.
         kv_dtype: of the windows.
         max_slots: most windows at a time.
@@ -59,6 +61,7 @@ class FusedPath:
         network: DreamZero,
         config: EngineConfig,
         dit: FastDiT,
+        vae: FastVAE,
         *,
         latent_hw: tuple[int, int],
         kv_dtype: torch.dtype,
@@ -80,6 +83,11 @@ class FusedPath:
             max_slots,
         )
         self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(device, enabled=config.graphs)
+        self._vae = vae
+        self._first = FastFirstFrame(network, vae)
+        self.encoders: GraphCache[Tensor] = GraphCache(device, enabled=config.graphs)
+        self.first_frames: GraphCache[FirstFrame] = GraphCache(device, enabled=config.graphs)
+        self._held_inputs: dict[tuple[str, torch.Size], Tensor] = {}
         sigmas_video, sigmas_action = noise_levels(network, config)
         self._tables = UniPCTables.of(sigmas_video), UniPCTables.of(sigmas_action)
         self._sigmas_action = [float(s) for s in sigmas_action]
@@ -103,15 +111,29 @@ class FusedPath:
     def reconfigured(self, config: EngineConfig) -> FusedPath:
         """The same weights with another schedule or guidance, and windows of its own."""
         layout = self.pool.layout
-        return FusedPath(self.network, config, self.dit, latent_hw=layout.latent[2:], kv_dtype=layout.kv_dtype)
+        return FusedPath(
+            self.network, config, self.dit, self._vae, latent_hw=layout.latent[2:], kv_dtype=layout.kv_dtype
+        )
 
     # -- encoders -----------------------------------------------------------------------------------------------
 
     def encode_clip(self, clip: Tensor) -> Tensor:
-        return self.network.vae.encode(clip)
+        block = self.network.config.dit.num_frame_per_block
+        into = self._held("clip", clip)
+        # A clone: the next session's clip goes through the same memory.
+        return self.encoders.run(("clip", clip.shape), lambda: self._vae.encode(into)[:, :, -block:]).clone()
 
     def encode_first(self, frame: Tensor) -> FirstFrame:
-        return encode_first_frame(self.network, frame)
+        into = self._held("first", frame)
+        found = self.first_frames.run(("first", frame.shape), lambda: self._first(into))
+        return FirstFrame(found.clip_features.clone(), found.ys.clone(), found.latent.clone())
+
+    def _held(self, name: str, x: Tensor) -> Tensor:
+        """A copy of ``x`` where a graph looks for it."""
+        key = (name, x.shape)
+        if key not in self._held_inputs:
+            self._held_inputs[key] = torch.empty_like(x)
+        return self._held_inputs[key].copy_(x)
 
     # -- windows ------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import EngineConfig
-from .fast_attention import Attention, Fp8Scales, PlainFp8Attention, TorchAttention
+from .fast_attention import Attention, CudnnFp8Attention, Fp8Scales, PlainFp8Attention, TorchAttention
 from .fast_dit import FastDiT, TimeTable
+from .fast_vae import FastVAE
 from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .plain_path import PlainPath
@@ -57,6 +58,7 @@ def make_path(
         network,
         config,
         dit,
+        FastVAE(network.vae),
         latent_hw=(height // factor, width // factor),
         kv_dtype=attention.kv_dtype or network.dtype,
     )
@@ -65,7 +67,9 @@ def make_path(
 def _attention(config: EngineConfig, network: DreamZero) -> tuple[Attention, Fp8Scales | None]:
     if config.attention == "fp8":
         scales = Fp8Scales(fp8_for(network.device))
-        return PlainFp8Attention(scales), scales
+        if network.device.type == "cpu":
+            return PlainFp8Attention(scales), scales  # the twin; on a CPU everything here is one
+        return CudnnFp8Attention(scales, network.device), scales
     if config.attention == "cudnn" and network.device.type != "cuda":
         raise ConfigError("attention: cudnn needs a GPU", got=f"device {network.device}", remedy="set attention: torch")
     return TorchAttention(cudnn=config.attention == "cudnn"), None
