@@ -12,8 +12,8 @@ from torch import Tensor
 from wam_policy_ros.contract.errors import ConfigError, MissingDependency
 
 WEIGHT_SCALE = 256.0
-"""The softmax's weights, at most 1 before they are summed, are rounded to fp8 after this factor: 256 leaves weights down
-to 7.6e-6 of the largest one in the format's range."""
+"""The softmax's weights, at most 1 before they are summed, are rounded to fp8 after this factor: 256 leaves those
+down to 7.6e-6 of the largest one in the format's range."""
 
 
 @dataclass(frozen=True)
