@@ -181,6 +181,11 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
         ops.residual_norm(x, y, None, eps=EPS, tokens=L + 1, video_tokens=VIDEO)
     with pytest.raises(ShapeError, match=r"y\.row_scale"):
         ops.residual_norm(x, y._replace(row_scale=torch.ones(3)), None, eps=EPS, tokens=L, video_tokens=VIDEO)
+    wide = ops.Product(torch.randn(M, 2 * D)[:, :D])
+    with pytest.raises(ShapeError, match=f"rows {2 * D} apart"):
+        ops.residual_norm(x, wide, None, eps=EPS, tokens=L, video_tokens=VIDEO)
+    with pytest.raises(ShapeError, match="shift: got strides"):
+        ops.residual_norm(x, y, None, shift=torch.ones(D, 2).T, eps=EPS, tokens=L, video_tokens=VIDEO)
     q, cache = torch.zeros(B, L, H, DH), torch.zeros(B, L, H, DH)
     qkv, table, one = ops.Product(torch.randn(M, 3 * D)), torch.ones(L, DH // 2), torch.ones(D)
     with pytest.raises(ShapeError, match="start 1"):

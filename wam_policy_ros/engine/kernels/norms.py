@@ -18,12 +18,12 @@ from .tensors import Product, Quantized, product_arguments, quantized_like
 def residual_norm_kernel(
     x_ptr, raw_ptr, row_ptr, col_ptr, product_bias_ptr,
     gate_ptr, shift_ptr, scale_ptr, weight_ptr, bias_ptr, out_ptr, out_scale_ptr,
-    tokens, video_tokens, eps, limit,
+    gate_stride, shift_stride, scale_stride, tokens, video_tokens, eps, limit,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROW_STRIDE: tl.constexpr, COL_STRIDE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = index.to(tl.int64) * WIDTH
-    group = (index % tokens >= video_tokens).to(tl.int32) * WIDTH
+    group = (index % tokens >= video_tokens).to(tl.int32)
     # All loads before the first store: the compiler may not move a load over a store that might touch its address.
     xs = ()
     raws = ()
@@ -40,7 +40,7 @@ def residual_norm_kernel(
         if raw_ptr is not None:
             y = finished(raws[i], factor, col_ptr, product_bias_ptr, i, COL_STRIDE, CHUNK, WIDTH)
             if gate_ptr is not None:
-                y = y * load_chunk(gate_ptr + group, i, CHUNK, WIDTH).to(tl.float32)
+                y = y * load_chunk(gate_ptr + group * gate_stride, i, CHUNK, WIDTH).to(tl.float32)
             kept = (x + y).to(x_ptr.dtype.element_ty)
             store_chunk(x_ptr + row, kept, i, CHUNK, WIDTH)
             x = kept.to(tl.float32)
@@ -59,11 +59,11 @@ def residual_norm_kernel(
         if weight_ptr is not None:
             h = h * load_chunk(weight_ptr, i, CHUNK, WIDTH).to(tl.float32)
         if scale_ptr is not None:
-            h = h * (1.0 + load_chunk(scale_ptr + group, i, CHUNK, WIDTH).to(tl.float32))
+            h = h * (1.0 + load_chunk(scale_ptr + group * scale_stride, i, CHUNK, WIDTH).to(tl.float32))
         if bias_ptr is not None:
             h = h + load_chunk(bias_ptr, i, CHUNK, WIDTH).to(tl.float32)
         if shift_ptr is not None:
-            h = h + load_chunk(shift_ptr + group, i, CHUNK, WIDTH).to(tl.float32)
+            h = h + load_chunk(shift_ptr + group * shift_stride, i, CHUNK, WIDTH).to(tl.float32)
         if out_scale_ptr is None:
             store_chunk(out_ptr + row, h, i, CHUNK, WIDTH)
         else:
@@ -114,6 +114,8 @@ def plan_residual_norm(
     chunk, count = chunking(width)
     values, out_scale = out if isinstance(out, Quantized) else (out, None)
     arguments = product_arguments(y) | {
+        "gate_stride": 0 if gate is None else gate.stride(0), "shift_stride": 0 if shift is None else shift.stride(0),
+        "scale_stride": 0 if scale is None else scale.stride(0),
         "x_ptr": x, "gate_ptr": gate, "shift_ptr": shift, "scale_ptr": scale, "weight_ptr": weight, "bias_ptr": bias,
         "out_ptr": values, "out_scale_ptr": out_scale, "tokens": tokens, "video_tokens": video_tokens, "eps": eps,
         "limit": limit, "WIDTH": width, "CHUNK": chunk, "COUNT": count,

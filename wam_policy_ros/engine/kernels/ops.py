@@ -51,12 +51,19 @@ def _implementation(tensor: Tensor, plain: bool) -> ModuleType:
 
 
 def _check(what: str, tensor: Tensor | None, *shapes: tuple[int, ...]) -> None:
-    if tensor is not None and tuple(tensor.shape) not in shapes:
+    """One of the shapes, without gaps from its second dimension on: the kernels address rows, not strides."""
+    if tensor is None:
+        return
+    if tuple(tensor.shape) not in shapes:
         raise ShapeError(f"{what}: got {tuple(tensor.shape)}, expected {' or '.join(map(str, shapes))}")
+    if not (tensor[0] if tensor.dim() > 1 else tensor).is_contiguous():
+        raise ShapeError(f"{what}: got strides {tensor.stride()} for shape {tuple(tensor.shape)}, expected no gaps")
 
 
 def _check_product(what: str, product: Product, rows: int, columns: int) -> None:
     _check(what, product.raw, (rows, columns))
+    if not product.raw.is_contiguous():
+        raise ShapeError(f"{what}: got rows {product.raw.stride(0)} apart, expected {columns}")
     _check(f"{what}.row_scale", product.row_scale, (rows,), (1,))
     _check(f"{what}.col_scale", product.col_scale, (columns,), (1,))
     _check(f"{what}.bias", product.bias, (columns,))
@@ -83,7 +90,8 @@ def residual_norm(
     ``LayerNorm(x) * weight * (1 + scale) + bias + shift``, of which each factor and summand may be absent.
 
     Args:
-        x: ``[M, D]``, overwritten. y: ``[M, D]`` product. gate, shift, scale: ``[U, D]``. weight, bias: ``[D]``.
+        x: ``[M, D]``, overwritten. y: ``[M, D]`` product. gate, shift, scale: ``[U, D]``, each with a stride of its own
+            between groups. weight, bias: ``[D]``.
         fp8: quantise the result per row into this format.
 
     Returns:
@@ -93,14 +101,13 @@ def residual_norm(
         ShapeError: shapes do not fit each other.
     """
     rows, width = x.shape
-    if rows % tokens:
-        raise ShapeError(f"x has {rows} rows; expected a multiple of tokens={tokens}")
+    if rows % tokens or not x.is_contiguous():
+        raise ShapeError(f"x has {rows} rows, strides {x.stride()}; expected a multiple of tokens={tokens}, no gaps")
     groups = 1 if video_tokens >= tokens else 2
     if y is not None:
         _check_product("y", y, rows, width)
     for name, tensor in (("gate", gate), ("shift", shift), ("scale", scale)):
-        if tensor is not None and (tensor.shape[0] < groups or tensor.shape[1:] != (width,)):
-            raise ShapeError(f"{name}: got {tuple(tensor.shape)}, expected ({groups}, {width})")
+        _check(name, tensor, *((n, width) for n in (1, 2)[groups - 1 :]))
     _check("weight", weight, (width,))
     _check("bias", bias, (width,))
     return _implementation(x, plain).residual_norm(
@@ -150,6 +157,7 @@ def qk_norm_rope_store(
         _check(name, tensor, (width,))
     for name, tensor in (("cos", cos), ("sin", sin)):
         _check(name, tensor, (tokens, head_dim // 2))
+    _check("q_out", q_out, (branches, tokens, heads, head_dim))
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         _check(name, tensor, (branches, k_cache.shape[1], heads, head_dim))
     if not 0 <= start <= k_cache.shape[1] - tokens:
@@ -208,7 +216,8 @@ def cross_attention(
     _check_product("q", q, rows, width)
     _check("rstd", rstd, (rows,))
     _check("wq", wq, (width,))
-    _check("text_v", text_v, (branches, capacity, heads, head_dim))
+    for name, tensor in (("text_k", text_k), ("text_v", text_v)):
+        _check(name, tensor, (branches, capacity, heads, head_dim))
     _check("text_len", text_len, (branches,))
     _check("pad_count", pad_count, (branches,))
     keys = image_k.shape[1]
