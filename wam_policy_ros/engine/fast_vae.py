@@ -27,12 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wam_policy_ros.contract.errors import MissingDependency
 from wam_policy_ros.model.errors import ShapeError
 from wam_policy_ros.model.vae import VideoVAE, latent_statistics
 from wam_policy_ros.model.vae_blocks import AttentionBlock, CausalConv3d, Downsample, ResidualBlock
 
 from .conv_plan import CausalConv, ConvKey, ConvPlan, over_plane
-from .kernels.conv3d_ops import extend, norm_silu_window, padded_sum, past_of, rms_norm, window
+from .kernels.conv3d_ops import extend, has_triton, norm_silu_window, padded_sum, past_of, rms_norm, window
 
 # Tensor cores take channels by the eight; of three colours a kernel would make a slow exception.
 _COLOURS = 8
@@ -188,6 +189,9 @@ class FastVAE:
         pieces: frames per pass of :meth:`encode` after the first frame; the last number repeats. Smaller pieces leave
             less to do when the newest frame arrives, larger ones use the device better.
         plain: take the plain twins of the fused kernels on a GPU as well.
+
+    Raises:
+        MissingDependency: the network is on a GPU, Triton is not installed, and ``plain`` is not set.
     """
 
     def __init__(
@@ -199,6 +203,8 @@ class FastVAE:
         self.plain = plain
         encoder: Any = vae.model.encoder
         self._device_type = encoder.conv1.weight.device.type
+        if self._device_type == "cuda" and not plain and not has_triton():
+            raise MissingDependency("triton", "kernels", "the fast VAE on a GPU")
         self._conv1 = _colour_conv(encoder.conv1)
         self._layers: list[_Residual | _Downsample] = []
         reduction = 1

@@ -17,6 +17,7 @@ class Bench(NamedTuple):
 
 BENCHES: dict[str, Bench] = {
     "step": Bench("bench_suite.step", "time a closed-loop step: stages, ceilings, memory, cold and warm"),
+    "vae": Bench("bench_suite.vae", "the VAE's encoder, plain and fast; convolutions checked and timed; preprocessing"),
     "node": Bench("bench_suite.node", "what the node costs around the step: three cameras over real DDS, no GPU"),
 }
 
