@@ -206,8 +206,7 @@ class PolicyNode(LifecycleNode):
         publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
         entities.callback(self.destroy_lifecycle_publisher, publisher)
         entities.callback(publisher.wait_for_all_acked, Duration(seconds=ACKED_S))
-        video = VideoOutput(self)
-        entities.callback(video.destroy)
+        video = VideoOutput(self, entities)
         worker = InferenceWorker(
             lambda progress: self._policy_factory(params, progress),
             notify=self._wake,

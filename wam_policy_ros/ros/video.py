@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,16 @@ _BURST = 64  # frames of one predicted video are sent at once; a shorter queue w
 
 
 class VideoOutput:
-    """Publishers ``~/observed/image_raw`` and ``~/predicted_video/image_raw``."""
+    """Publishers ``~/observed/image_raw`` and ``~/predicted_video/image_raw``; ``entities`` destroys them."""
 
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: Any, entities: ExitStack) -> None:
         self._node = node
         qos = QoSProfile(depth=_BURST, reliability=ReliabilityPolicy.RELIABLE)
         self.observed = node.create_publisher(Image, "~/observed/image_raw", qos)
+        entities.callback(node.destroy_publisher, self.observed)
         self.predicted = node.create_publisher(Image, "~/predicted_video/image_raw", qos)
+        entities.callback(node.destroy_publisher, self.predicted)
         self._failed = False
-
-    def destroy(self) -> None:
-        self._node.destroy_publisher(self.observed)
-        self._node.destroy_publisher(self.predicted)
 
     def wanted(self) -> bool:
         """Does somebody look? Called in the worker thread."""
