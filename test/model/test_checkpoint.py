@@ -58,13 +58,13 @@ def _edit(path, change):
 def _refused(folder) -> CheckpointFileError:
     """The error of loading, after making sure that no weight was read before it."""
     read = []
-    original = room._stream
-    room._stream = lambda *args: (read.append(t) or t for t in original(*args))
+    original = room.stream_tensors
+    room.stream_tensors = lambda *args: (read.append(t) or t for t in original(*args))
     try:
         with pytest.raises(CheckpointFileError) as error:
             _load(folder)
     finally:
-        room._stream = original
+        room.stream_tensors = original
     assert not read
     return error.value
 
@@ -133,7 +133,7 @@ def test_backbone_tensors_are_left_out(folder):
 def test_weights_are_streamed(pristine, monkeypatch):
     """Loading needs the network and at most two tensors as stored, never a shard, never the whole (MOD-10)."""
     stored, worst = [], 0
-    original = room._stream
+    original = room.stream_tensors
 
     def watched(folder, device):
         nonlocal worst
@@ -142,7 +142,7 @@ def test_weights_are_streamed(pristine, monkeypatch):
             worst = max(worst, sum(ref() is not None for ref in stored))
             yield module, tensor
 
-    monkeypatch.setattr(room, "_stream", watched)
+    monkeypatch.setattr(room, "stream_tensors", watched)
     _load(pristine, dtype=torch.bfloat16)  # another dtype: a stored tensor and a loaded one are two objects
     assert len(stored) > 100 and worst <= 2
 

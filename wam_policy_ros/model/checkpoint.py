@@ -1,41 +1,48 @@
 """Strict loading of a checkpoint folder: everything is checked from the file headers before a weight is read.
 
 Layout (DreamZero spec 6.1): ``config.json``, ``model.safetensors.index.json`` with its shards (or one
-``model.safetensors``), ``experiment_cfg/metadata.json``, ``experiment_cfg/conf.yaml``.
+``model.safetensors``), ``experiment_cfg/metadata.json``, ``experiment_cfg/conf.yaml``. An FP8 folder has ``fp8.json``
+too (see ``fp8_layout``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from .config import DreamZeroConfig
 from .dreamzero import DreamZero
 from .errors import CheckpointFileError, ModelConfigError
+from .fp8_layout import MANIFEST, Fp8Manifest, is_fp8_weight, is_scale, scale_shapes
 from .key_maps import PREFIX, checkpoint_name, is_lora, module_name
+from .shard_reader import Extent, read_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 Progress = Callable[[str, float], None]
+Convert = Callable[[str, Tensor], Mapping[str, Tensor]]
+"""A loaded tensor to the entries that replace it in the network: itself, or FP8 values and their scale."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: shard file, name inside it, shape, safetensors dtype."""
+    """Where a tensor lies: shard file, name in it, shape, safetensors dtype, bytes ``begin`` to ``end`` of the file."""
 
     shard: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class CheckpointFolder:
         metadata: parsed ``experiment_cfg/metadata.json``, or None.
         conf: text of ``experiment_cfg/conf.yaml``, or None.
         lost: module names that the index places in missing or unreadable shards.
+        fp8: what ``fp8.json`` says; None for an ordinary folder.
     """
 
     path: Path
@@ -59,6 +67,7 @@ class CheckpointFolder:
     metadata: dict[str, Any] | None
     conf: str | None
     lost: frozenset[str] = frozenset()
+    fp8: Fp8Manifest | None = None
 
     @property
     def config(self) -> DreamZeroConfig:
@@ -89,9 +98,14 @@ class CheckpointFolder:
                 lines.append(f"unexpected tensor: {entry.name} {list(entry.shape)} in {entry.shard.name}")
             elif entry.shape != expected[name]:
                 lines.append(f"wrong shape: {entry.name} is {list(entry.shape)}, expected {list(expected[name])}")
-            elif entry.dtype not in _FLOATING:
-                lines.append(f"wrong dtype: {entry.name} is {entry.dtype}, expected one of {sorted(_FLOATING)}")
+            elif entry.dtype not in (accepted := self._dtypes(name)):
+                lines.append(f"wrong dtype: {entry.name} is {entry.dtype}, expected one of {sorted(accepted)}")
         return lines
+
+    def _dtypes(self, name: str) -> set[str]:
+        if self.fp8 is not None and is_scale(name):
+            return {"F32"}
+        return {"F8_E4M3"} if self.fp8 is not None and is_fp8_weight(name) else _FLOATING
 
 
 def read_folder(path: str | Path) -> CheckpointFolder:
@@ -112,6 +126,10 @@ def read_folder(path: str | Path) -> CheckpointFolder:
     if metadata is None:
         metadata = _read_json(folder / "metadata.json")
     conf = folder / "experiment_cfg" / "conf.yaml"
+    fp8, raw = None, _read_json(folder / MANIFEST)
+    if raw is not None:
+        fp8, faults = Fp8Manifest.from_json(raw)
+        problems = [*faults, *problems]
     return CheckpointFolder(
         path=folder,
         config_json=config,
@@ -121,18 +139,31 @@ def read_folder(path: str | Path) -> CheckpointFolder:
         metadata=metadata,
         conf=_read_text(conf),
         lost=lost,
+        fp8=fp8,
     )
 
 
 def load_weights(
-    folder: CheckpointFolder, *, device: torch.device, dtype: torch.dtype, progress: Progress
+    folder: CheckpointFolder,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    convert: Convert | None = None,
 ) -> DreamZero:
     """Build the network on the meta device, check everything, then stream tensors one by one to ``device``.
 
-    Every floating tensor becomes ``dtype`` (the published files may hold float32). ``progress(text, fraction)``.
+    Every floating tensor becomes ``dtype`` (the published files may hold float32). From an FP8 folder the linear layers
+    of the blocks keep their 8-bit ``weight`` and get a buffer ``weight_scale``.
+
+    Args:
+        progress: called with a text and a fraction.
+        convert: called with each tensor's name and value as it arrives, so that a network can be quantised without ever
+            being whole in its native precision.
 
     Raises:
-        CheckpointFileError: names every missing, unexpected or misshaped tensor and every missing shard.
+        CheckpointFileError: names every missing, unexpected or misshaped tensor and every missing shard; or scales that
+            are no positive numbers.
         ModelConfigError: ``config.json`` does not describe a supported network.
     """
     problems = check_weights(folder)
@@ -144,16 +175,39 @@ def load_weights(
             remedy="download the folder again, completely, or fix config.json; nothing was loaded",
         )
     network = DreamZero.on_meta(folder.config)
-    expected = {name: tuple(p.shape) for name, p in network.state_dict().items()}
-    total = sum(torch.Size(s).numel() for s in expected.values())
+    total = sum(torch.Size(entry.shape).numel() for entry in folder.tensors.values())
     done = 0
-    state: dict[str, nn.Parameter] = {}
-    for name, tensor in _stream(folder, device):
-        state[name] = nn.Parameter(tensor.to(dtype=dtype), requires_grad=False)
+    state: dict[str, Tensor] = {}
+    for name, tensor in stream_tensors(folder, device):
         done += tensor.numel()
+        eight = folder.fp8 is not None and (is_fp8_weight(name) or is_scale(name))
+        value = tensor if eight else tensor.to(dtype=dtype)
+        state |= {name: value} if convert is None else convert(name, value)
         progress("loading weights", done / total)
-    network.load_state_dict(state, strict=True, assign=True)
+    _check_scales(folder, state)
+    install(network, state)
     return network.requires_grad_(False).eval()
+
+
+def install(network: DreamZero, state: Mapping[str, Tensor]) -> None:
+    """Give a network on the meta device all its tensors; scales become buffers of their layers."""
+    for name, tensor in state.items():
+        if is_scale(name):
+            layer, _, leaf = name.rpartition(".")
+            network.get_submodule(layer).register_buffer(leaf, tensor)
+    parameters = {n: t if is_scale(n) else nn.Parameter(t, requires_grad=False) for n, t in state.items()}
+    network.load_state_dict(parameters, strict=True, assign=True)
+
+
+def _check_scales(folder: CheckpointFolder, state: Mapping[str, Tensor]) -> None:
+    names = [n for n in state if is_scale(n)]
+    if not names:
+        return
+    # One question to the device for all of them.
+    sound = torch.stack([((state[n] > 0) & torch.isfinite(state[n])).all() for n in names]).tolist()
+    if faults := [f"{checkpoint_name(n)} holds values that are no positive numbers"
+                  for n, ok in zip(names, sound, strict=True) if not ok]:  # fmt: skip
+        raise CheckpointFileError(f"scales of checkpoint {folder.path} cannot be used", faults)
 
 
 def check_weights(folder: CheckpointFolder) -> list[str]:
@@ -169,6 +223,8 @@ def check_weights(folder: CheckpointFolder) -> list[str]:
             *folder.problems,
         ]
     expected = {name: tuple(p.shape) for name, p in DreamZero.on_meta(folder.config).state_dict().items()}
+    if folder.fp8 is not None:
+        expected |= scale_shapes(expected)
     return folder.compare(expected)
 
 
@@ -264,37 +320,49 @@ def _read_headers(folder: Path) -> tuple[dict[str, TensorEntry], list[str], list
             problems += [f"shard {shard} lacks {n}, which the index places there" for n in listed if n not in header]
             problems += [f"shard {shard} holds {n}, which the index does not place there"
                          for n in header if weight_map and weight_map.get(n) != shard]  # fmt: skip
-        for name, (shape, dtype) in header.items():
+        for name, (shape, dtype, begin, end) in header.items():
             module = module_name(name)
             if module is None:
                 skipped.append(name)
             elif module in tensors:
                 problems.append(f"tensor {name} occurs twice: in {tensors[module].shard.name} and {shard}")
             else:
-                tensors[module] = TensorEntry(folder / shard, name, shape, dtype)
+                tensors[module] = TensorEntry(folder / shard, name, shape, dtype, begin, end)
     return tensors, skipped, problems, frozenset(lost)
 
 
-def _shard_header(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+def _shard_header(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str, int, int]]]:
+    """(name, (shape, dtype, begin, end)) of every tensor, the last two in bytes of the file."""
     if not path.is_file():
         raise FileNotFoundError(path)
-    with safe_open(path, framework="pt") as f:
-        for name in f.keys():  # noqa: SIM118 (safe_open is not a mapping)
-            piece = f.get_slice(name)
-            yield name, (tuple(piece.get_shape()), piece.get_dtype())
+    with safe_open(path, framework="pt") as f:  # checks that header and file fit each other
+        pieces = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (safe_open is not a mapping)
+        known = {name: (tuple(piece.get_shape()), piece.get_dtype()) for name, piece in pieces.items()}
+    with path.open("rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        raw = json.loads(f.read(size))
+    for name, (shape, dtype) in known.items():
+        begin, end = raw[name]["data_offsets"]
+        yield name, (shape, dtype, 8 + size + begin, 8 + size + end)
 
 
-def _stream(folder: CheckpointFolder, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in file order, each moved to ``device`` before the next is read."""
-    by_shard: dict[Path, list[tuple[str, str]]] = {}
-    for module, entry in folder.tensors.items():
-        by_shard.setdefault(entry.shard, []).append((module, entry.name))
-    for shard, names in sorted(by_shard.items()):
-        with safe_open(shard, framework="pt") as f:
-            for module, name in names:
-                # On the CPU the slice may alias the mapped file; clone so that the mapping can go.
-                tensor = f.get_tensor(name)
-                yield module, tensor.clone() if device.type == "cpu" else tensor.to(device)
+def stream_tensors(folder: CheckpointFolder, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """(module name, tensor on ``device`` as stored) in file order."""
+    names = list(folder.tensors)
+    entries = [folder.tensors[name] for name in names]
+    extents = [Extent(e.shard, e.begin, e.end, e.dtype, e.shape) for e in entries]
+    for index, tensor in read_tensors(extents, device):
+        yield names[index], tensor
 
 
-__all__ = ["PREFIX", "CheckpointFolder", "TensorEntry", "check_weights", "load_weights", "read_folder", "save_folder"]
+__all__ = [
+    "PREFIX",
+    "CheckpointFolder",
+    "TensorEntry",
+    "check_weights",
+    "install",
+    "load_weights",
+    "read_folder",
+    "save_folder",
+    "stream_tensors",
+]

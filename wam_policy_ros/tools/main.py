@@ -19,6 +19,7 @@ COMMANDS = {
     "up": "start the node without a ROS installation",
     "serve": "answer OpenPI clients, without ROS",
     "golden": "compare the engine with recorded reference runs",
+    "quantize": "write an FP8 checkpoint, which loads in seconds",
     "bench": "measure: step, and what else wam bench --help lists",
 }
 
