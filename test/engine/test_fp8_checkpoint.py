@@ -11,10 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from test.engine.tiny_policy import look, same
 from test.tiny_checkpoint import edit_json, tiny_network, write_checkpoint
 from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.engine.build import build_policy
+from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.fp8 import E4M3FN, E4M3FNUZ
-from wam_policy_ros.engine.fp8_checkpoint import load_network, native_weight, write_fp8_checkpoint
+from wam_policy_ros.engine.fp8_checkpoint import load_network, write_fp8_checkpoint
+from wam_policy_ros.engine.policy import with_config
+from wam_policy_ros.engine.quantize import native_weight
 from wam_policy_ros.engine.survey import survey
 from wam_policy_ros.model.checkpoint import check_weights, read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
@@ -103,12 +108,10 @@ def test_layers_are_what_was_quantised_and_the_rest_is_untouched(network, pristi
             assert torch.equal(tensor, plain[name])
     layer = loaded.model.blocks[1].ffn[0]
     original = network.model.blocks[1].ffn[0].weight
-    back = native_weight(layer, torch.float32)
+    back = native_weight(layer)
     # e4m3 has three fraction bits: half a step is 1/16 of a value, or of the smallest normal number, scaled.
     assert ((back - original).abs() <= original.abs() / 15 + layer.weight_scale[:, None] * 2**-9).all()
-    assert native_weight(loaded.text_encoder.blocks[0].attn.q, torch.float32).equal(
-        plain["text_encoder.blocks.0.attn.q.weight"]
-    )
+    assert native_weight(loaded.model.text_embedding[0]).equal(plain["model.text_embedding.0.weight"])
 
 
 def test_small_and_complete(source, pristine):
@@ -137,7 +140,7 @@ def test_fnuz_means_the_same_numbers(pristine, folder):
             weights += 1
             assert tensor.dtype == torch.float8_e4m3fnuz
             a, b = (n.get_submodule(name.removesuffix(".weight")) for n in (fn, fnuz))
-            assert torch.equal(native_weight(a, torch.float64), native_weight(b, torch.float64))
+            assert torch.equal(native_weight(a), native_weight(b))
     assert weights == LAYERS
 
 
@@ -210,6 +213,36 @@ def test_another_format_is_refused(folder, key, value):
 def test_a_step_in_native_precision_cannot_use_it(pristine):
     with pytest.raises(ConfigError, match=r"8-bit.*DreamZero-Tiny.*linears: fp8"):
         _load(pristine, fp8=None)
+
+
+# -- a policy ---------------------------------------------------------------------------------------------------
+
+
+def _policy(path, **options):
+    return build_policy(embodiment="oxe_droid", checkpoint=str(path), device="cpu", config=EngineConfig(**options))
+
+
+@pytest.mark.parametrize("attention", ["torch", "fp8"])
+def test_policies_from_both_folders_act_alike(source, pristine, attention):
+    chunks = []
+    for path in (source, pristine):
+        policy = _policy(path, step="fused", linears="fp8", attention=attention, evaluations=5)
+        session = policy.open()
+        chunks.append([policy.infer(session, look(policy.spec, i)) for i in range(2)])
+    assert all(same(a, b) for a, b in zip(*chunks, strict=True))
+    native = _policy(source, step="fused", evaluations=5)
+    chunk, eight = native.infer(native.open(), look(native.spec, 0)), chunks[0][0]
+    assert not same(chunk, eight)
+    assert (abs(chunk.actions - eight.actions).max(0) < 0.3 * chunk.actions.std(0)).all()
+
+
+def test_the_plain_step_cannot_run_8_bit_layers(source, pristine):
+    with pytest.raises(ConfigError, match="8-bit"):
+        _policy(pristine)
+    policy = _policy(pristine, step="fused", linears="fp8")
+    with pytest.raises(ConfigError, match=r"8-bit.*step: plain"):
+        with_config(policy, step="plain", linears="native")
+    assert with_config(policy, evaluations=6).config.evaluations == 6
 
 
 # -- wam quantize -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from wam_policy_ros.contract.embodiment import Embodiment, get_embodiment
 from wam_policy_ros.contract.errors import CheckpointError, ConfigError
 from wam_policy_ros.contract.interface import FieldSpec
 from wam_policy_ros.contract.normalization import Statistics
-from wam_policy_ros.model.checkpoint import load_weights, read_folder
+from wam_policy_ros.model.checkpoint import read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import CheckpointFileError
@@ -20,6 +20,8 @@ from wam_policy_ros.model.fingerprint import fingerprint
 from wam_policy_ros.model.tokenizer import ByteTokenizer, Tokenizer
 
 from .config import EngineConfig
+from .fp8 import fp8_for
+from .fp8_checkpoint import load_network
 from .policy import DreamZeroPolicy
 from .survey import load_tokenizer, survey
 
@@ -68,7 +70,8 @@ def build_policy(
         folder = read_folder(checkpoint)
         found = survey(folder, embodiment=embodiment, tokenizer=tokenizer or None)
         robot, statistics, tokens = found.demand(get_embodiment(embodiment).tag)
-        network = load_weights(folder, device=where, dtype=dtype, progress=progress)
+        fp8 = fp8_for(where) if config.linears == "fp8" else None
+        network = load_network(folder, fp8=fp8, device=where, dtype=dtype, progress=progress)
     except CheckpointFileError as error:
         raise CheckpointError(error.what, problems=error.problems, remedy=error.remedy) from error
     policy = DreamZeroPolicy(network, robot, statistics, tokens, config, weights=f"checkpoint {folder.path.name}")

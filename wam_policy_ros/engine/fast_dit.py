@@ -18,7 +18,7 @@ from .fast_attention import Attention, Fp8Scales
 from .fp8 import Fp8
 from .kernels import ops
 from .kernels.ops import Product, Quantized
-from .quantize import Fp8Linear, Linear, NativeLinear, finished, fused
+from .quantize import Fp8Linear, Linear, NativeLinear, finished, fused, native_weight
 from .window_slots import WindowSlot
 
 
@@ -95,9 +95,7 @@ class FastBlock:
                 weight, bias = fused(*parts) if len(parts) > 1 else (parts[0].weight, parts[0].bias)
                 layers[name] = NativeLinear(weight, bias)
             else:
-                weight = torch.cat([p.weight for p in parts]) if len(parts) > 1 else parts[0].weight
-                bias = torch.cat([p.bias for p in parts])
-                layers[name] = Fp8Linear.from_weight(weight, bias, fp8, scales_in_gemm=scales_in_gemm)
+                layers[name] = Fp8Linear.from_layers(parts, fp8, scales_in_gemm=scales_in_gemm)
                 for part in parts:
                     part.to("meta")  # whoever still calls the plain layer gets an error, not stale weights
         return cls(
@@ -163,7 +161,7 @@ class FastDiT:
                 scales.add_layer(
                     block.self_attn.norm_q.weight,
                     block.self_attn.norm_k.weight,
-                    v.weight,
+                    native_weight(v),
                     v.bias,
                     mods[:, 1],
                     mods[:, 0],

@@ -90,14 +90,6 @@ def converted_format(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
     return {name: torch.where(raw == 0x80, torch.zeros_like(raw), raw).view(E4M3FNUZ.dtype)}
 
 
-def native_weight(layer: torch.nn.Linear, dtype: torch.dtype) -> Tensor:
-    """``[N, K]``: what the 8-bit weights of a layer stand for; a layer in native precision gives its own."""
-    scale = getattr(layer, "weight_scale", None)
-    if scale is None:
-        return layer.weight.to(dtype)
-    return (layer.weight.float() * scale.unsqueeze(1)).to(dtype)
-
-
 def write_fp8_checkpoint(
     folder: CheckpointFolder, out: Path, *, device: torch.device, progress: Progress, **options: Any
 ) -> Fp8Manifest:

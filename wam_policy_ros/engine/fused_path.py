@@ -108,6 +108,13 @@ class FusedPath:
             action_steps=buffer(1, cfg.action_horizon, dtype=torch.int64),
         )
 
+    def serves(self, config: EngineConfig) -> bool:
+        """Whether the prepared weights can be used as this configuration asks for."""
+        return config.step == "fused" and (config.linears, config.attention) == (
+            self.config.linears,
+            self.config.attention,
+        )
+
     def reconfigured(self, config: EngineConfig) -> FusedPath:
         """The same weights with another schedule or guidance, and windows of its own."""
         layout = self.pool.layout

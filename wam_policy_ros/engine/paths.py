@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from wam_policy_ros.contract.embodiment import Embodiment
 from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.model.dit import Block
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import EngineConfig
@@ -15,6 +18,7 @@ from .fast_vae import FastVAE
 from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .plain_path import PlainPath
+from .quantize import is_quantised
 from .sampler import noise_levels
 from .step_path import StepPath
 from .unipc import timesteps_of
@@ -31,15 +35,13 @@ def make_path(
     Raises:
         ConfigError: the device cannot do what the configuration asks for.
     """
+    _check_weights(network, config, like)
     if config.step == "plain":
         return PlainPath(network, config)
     device = network.device
     if config.graphs and device.type != "cuda":
         raise ConfigError("graphs need a GPU", got=f"device {device}", remedy="set graphs: false")
-    if isinstance(like, FusedPath) and (like.config.linears, like.config.attention) == (
-        config.linears,
-        config.attention,
-    ):
+    if isinstance(like, FusedPath) and like.serves(config):
         return like.reconfigured(config)
     fp8 = fp8_for(device) if "fp8" in (config.linears, config.attention) else None
     video, action = (timesteps_of(s).tolist() for s in noise_levels(network, config))
@@ -62,6 +64,22 @@ def make_path(
         latent_hw=(height // factor, width // factor),
         kv_dtype=attention.kv_dtype or network.dtype,
     )
+
+
+def _check_weights(network: DreamZero, config: EngineConfig, like: StepPath | None) -> None:
+    """
+    Raises:
+        ConfigError: the network's layers are 8-bit, or a fused step has taken them over, and this one needs them.
+    """
+    layer = cast(Block, network.model.blocks[0]).self_attn.q
+    if isinstance(like, FusedPath) and like.serves(config):
+        return
+    if layer.weight.is_meta or (is_quantised(layer) and config.linears != "fp8"):
+        raise ConfigError(
+            "the network's layers are 8-bit and cannot run this step",
+            got=f"step: {config.step}, linears: {config.linears}, attention: {config.attention}",
+            remedy="build a policy of its own for it",
+        )
 
 
 def _attention(config: EngineConfig, network: DreamZero) -> tuple[Attention, Fp8Scales | None]:

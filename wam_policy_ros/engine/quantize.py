@@ -6,13 +6,15 @@ reads it next applies them for free. See the table ``KEPT_NATIVE`` for what is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from wam_policy_ros.contract.errors import ConfigError
 
 from .fp8 import Fp8
 from .kernels.ops import Product, Quantized, quantize_rows
@@ -88,6 +90,19 @@ class Fp8Linear:
         one = torch.ones((), dtype=torch.float32, device=weight.device)
         return cls(q.values, q.row_scale, bias, fp8, weight.dtype, one, scales_in_gemm)
 
+    @classmethod
+    def from_layers(cls, layers: Sequence[nn.Linear], fp8: Fp8, *, scales_in_gemm: bool = True) -> Fp8Linear:
+        """Layers with the same input, stacked: quantised here, or as they are when their weights are 8-bit already."""
+        weight = torch.cat([p.weight for p in layers]) if len(layers) > 1 else layers[0].weight
+        bias = torch.cat([p.bias for p in layers])
+        if not is_quantised(layers[0]):
+            return cls.from_weight(weight, bias, fp8, scales_in_gemm=scales_in_gemm)
+        if weight.dtype != fp8.dtype:
+            raise ConfigError("8-bit weights of another format", got=weight.dtype, expected=fp8.name)
+        scale = torch.cat([cast(Tensor, p.weight_scale) for p in layers])
+        one = torch.ones((), dtype=torch.float32, device=weight.device)
+        return cls(weight, scale, bias, fp8, bias.dtype, one, scales_in_gemm)
+
     def __call__(self, x: Tensor | Quantized) -> Product:
         q = x if isinstance(x, Quantized) else quantize_rows(x, self.fp8)
         if self.weight.device.type == "cpu":
@@ -123,6 +138,19 @@ def finished(product: Product) -> Tensor:
     if product.bias is not None:
         out = out + product.bias.float()
     return out.to(product.raw.dtype)
+
+
+def is_quantised(layer: nn.Linear) -> bool:
+    """Whether the weights are 8-bit, with ``weight_scale`` beside them (see ``model.fp8_layout``)."""
+    return hasattr(layer, "weight_scale")
+
+
+def native_weight(layer: nn.Linear) -> Tensor:
+    """``[N, K]`` in the dtype of the bias: the weights, or what 8-bit weights stand for."""
+    if not is_quantised(layer):
+        return layer.weight
+    scale = cast(Tensor, layer.weight_scale)
+    return (layer.weight.float() * scale.unsqueeze(1)).to(layer.bias.dtype)
 
 
 def fused(*layers: nn.Linear) -> tuple[Tensor, Tensor]:
