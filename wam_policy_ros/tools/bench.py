@@ -19,6 +19,7 @@ BENCHES: dict[str, Bench] = {
     "step": Bench("bench_suite.step", "time a closed-loop step: stages, ceilings, memory, cold and warm"),
     "vae": Bench("bench_suite.vae", "the VAE's encoder, plain and fast; convolutions checked and timed; preprocessing"),
     "node": Bench("bench_suite.node", "what the node costs around the step: three cameras over real DDS, no GPU"),
+    "openpi": Bench("bench_suite.openpi", "what the OpenPI server costs per request, beside a plain server"),
 }
 
 
