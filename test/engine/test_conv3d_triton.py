@@ -1,48 +1,23 @@
-"""The Triton forms against their twins, in Triton's interpreter, and compiled for the GPUs that are meant."""
+"""The Triton forms around the VAE's convolutions against their twins, and compiled for the GPUs that are meant."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
-TWINS = """
-import itertools, json
 import torch
-from wam_policy_ros.engine.kernels import conv3d_ops as ops, conv3d_triton as fused
+from torch import Tensor
 
-torch.manual_seed(0)
-draw = lambda *shape: torch.randn(shape).to(dtype)
-worst = {}
-c = 12
-for dtype, stacked, stepwise, residual, past in itertools.product(
-    (torch.float32, torch.float16), (False, True), (False, True), (False, True), (None, "window", "stacked")
-):
-    if dtype == torch.float32 and (stepwise or past == "window"):
-        continue
-    x = draw(1, 2, 3, 5, c)
-    h = draw(1, 3, 3, 5, c) if residual else None
-    before = None
-    if past == "window":
-        before = draw(1, 2, 3, 5, c)
-    if past == "stacked":
-        before = ops.past_of(draw(1, 3, 3, 5, 3 * c), stacked=True)
-    options = dict(frames=5, stacked=stacked, stepwise=stepwise)
-    gamma = draw(c)
-    total, window = ops.norm_silu_window(x, h, gamma, before, **options)
-    total_fused, window_fused = fused.norm_silu_window(x, h, gamma, before, **options)
-    assert torch.equal(total, total_fused) and window.shape == window_fused.shape
-    error = (window.double() - window_fused.double()).abs().max() / window.double().std()
-    worst[str(dtype)] = max(worst.get(str(dtype), 0.0), float(error))
-    if h is not None:
-        assert torch.equal(ops.padded_sum(x, h), fused.padded_sum(x, h))
-print(json.dumps(worst))
-"""
+from wam_policy_ros.engine.kernels import conv3d_ops as ops
+
+from .triton_runtime import DEVICE, sound_interpreter
+
+fused = pytest.importorskip("wam_policy_ros.engine.kernels.conv3d_triton")
+_ = sound_interpreter
 
 COMPILE = """
 import triton
@@ -59,28 +34,61 @@ def build(kernel, target, **constants):
 for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx950", 64)):
     size = dict(C=96, BLOCK_C=128, ROWS=32)
     flags = dict(HAS_RESIDUAL=True, HAS_PAST=True, STACKED=True, STEPWISE=True)
-    asm = dict(build(fused.norm_silu_window_kernel, target, **size, **flags))
-    asm |= build(fused.padded_sum_kernel, target, **size)
-    assert ("cubin" if target.backend == "cuda" else "hsaco") in asm
-print("compiled")
+    for asm in (build(fused.norm_silu_window_kernel, target, **size, **flags),
+                build(fused.norm_silu_window_kernel, target, **size, **flags | {"STACKED": False}, count=1, x_frames=1),
+                build(fused.padded_sum_kernel, target, **size)):
+        assert ("cubin" if target.backend == "cuda" else "hsaco") in asm
+    print("compiled for", target.arch)
 """
 
 
-def run(program: str, **environment: str) -> str:
-    """In a process of its own: the interpreter is chosen when a kernel is defined."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment, timeout=110
-    )
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def past(kind: str | None, channels: int, dtype: torch.dtype) -> Tensor | None:
+    if kind == "window":
+        return draw(1, 2, 3, 5, channels, dtype=dtype)
+    if kind == "stacked":
+        return ops.past_of(draw(1, 3, 3, 5, 3 * channels, dtype=dtype), stacked=True)
+    return None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_norm_and_window_are_the_twins(dtype: torch.dtype, stacked: bool, stepwise: bool) -> None:
+    torch.manual_seed(0)
+    channels = 12
+    for residual, kind in itertools.product((False, True), (None, "window", "stacked")):
+        x, gamma = draw(1, 2, 3, 5, channels, dtype=dtype), draw(channels, dtype=dtype)
+        x[0, 1, 2, 4] = 0  # the norm of zeros must not divide by zero
+        added = draw(1, 3, 3, 5, channels, dtype=dtype) if residual else None
+        options = {"frames": 5, "stacked": stacked, "stepwise": stepwise}
+        before = past(kind, channels, dtype)
+        total, window = ops.norm_silu_window(x, added, gamma, before, plain=True, **options)
+        total_fused, window_fused = fused.norm_silu_window(x, added, gamma, before, **options)
+        assert torch.equal(total, total_fused)
+        assert window.shape == window_fused.shape and window.dtype == window_fused.dtype
+        close = (window.float() - window_fused.float()).abs()
+        step = 2.0 ** (-7 if dtype == torch.bfloat16 else -20)
+        assert (close <= step * window.float().abs() + 1e-7).all()
+        if dtype == torch.bfloat16:
+            # The order of a sum decides a rounding here and there, no more.
+            assert (close > 0).float().mean() < 0.02
+
+
+def test_padded_sum_is_the_twins() -> None:
+    torch.manual_seed(0)
+    x, added = draw(1, 2, 3, 5, 12, dtype=torch.bfloat16), draw(1, 4, 3, 5, 12, dtype=torch.bfloat16)
+    assert torch.equal(ops.padded_sum(x, added, plain=True), fused.padded_sum(x, added))
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_nvidia_and_amd(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    environment.pop("TRITON_INTERPRET", None)  # it replaces the language that is to be compiled
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=110)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-def test_kernels_do_what_their_twins_do() -> None:
-    worst = json.loads(run(TWINS, TRITON_INTERPRET="1"))
-    assert worst["torch.float32"] < 1e-5
-    # One step of float16 here and there, where the order of a sum decides a rounding.
-    assert worst["torch.float16"] < 4e-3
-
-
-def test_kernels_compile_for_nvidia_and_amd(tmp_path) -> None:
-    assert "compiled" in run(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout.split("\n")[:3] == [f"compiled for {arch}" for arch in (90, "gfx942", "gfx950")]

@@ -58,7 +58,8 @@ def norm_silu_window_kernel(
             at = frame.to(tl.int64) * pixels * C + local
             residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
-            tl.store(sum_ptr + at, x, mask=inside & (p - 2 < count))
+            kept = tl.where(p - 2 < count, pixels, 0)  # a repeated frame is normalised again, not summed again
+            tl.store(sum_ptr + at, x, mask=(rows < kept)[:, None] & (c < C)[None, :])
         gamma = tl.load(gamma_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         wide = x.to(tl.float32)
         norm = tl.sqrt_rn(tl.sum(wide * wide, axis=1))[:, None]
@@ -74,7 +75,8 @@ def norm_silu_window_kernel(
         for tap in tl.static_range(3):
             target = p - tap
             at = ((target.to(tl.int64) * pixels + rows)[:, None] * 3 + tap) * C + c[None, :]
-            tl.store(out_ptr + at, value, mask=inside & (target >= 0) & (target < frames))
+            seen = tl.where((target >= 0) & (target < frames), pixels, 0)
+            tl.store(out_ptr + at, value, mask=(rows < seen)[:, None] & (c < C)[None, :])
     else:
         at = (p.to(tl.int64) * pixels + rows)[:, None] * C + c[None, :]
         tl.store(out_ptr + at, value, mask=inside)
