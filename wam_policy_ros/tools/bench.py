@@ -18,6 +18,7 @@ class Bench(NamedTuple):
 BENCHES: dict[str, Bench] = {
     "step": Bench("bench_suite.step", "time a closed-loop step: stages, ceilings, memory, cold and warm"),
     "vae": Bench("bench_suite.vae", "the VAE's encoder, plain and fast; convolutions checked and timed; preprocessing"),
+    "kernels": Bench("bench_suite.kernels", "each fused operation against its twin and the memory bandwidth"),
     "node": Bench("bench_suite.node", "what the node costs around the step: three cameras over real DDS, no GPU"),
     "openpi": Bench("bench_suite.openpi", "what the OpenPI server costs per request, beside a plain server"),
 }

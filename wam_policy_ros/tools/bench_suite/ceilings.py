@@ -56,9 +56,14 @@ def measure_ceilings(cfg: DiTConfig, device: torch.device, dtype: torch.dtype) -
         "gemm_native_TFLOPs": native,
         "gemm_fp8_rowwise_TFLOPs": eight,
         "attention_TFLOPs_by_keys": attention,
-        "copy_GBps": _rate(partial(_copy, size, device), device, 2 * size, unit=1e9),
+        "copy_GBps": measure_copy(size, device),
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def measure_copy(size: int, device: torch.device) -> Any:
+    """GB/s of a copy on the device, bytes read plus bytes written."""
+    return _rate(partial(_copy, size, device), device, 2 * size, unit=1e9)
 
 
 def best(value: Any) -> float | None:
