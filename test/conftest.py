@@ -15,6 +15,14 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 NEEDED = ("rclpy", "torch", "safetensors", "msgpack", "av")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        metavar="DIR",
+        help="folder with an index.json, run by test/cases instead of its own (see its README)",
+    )
+
+
 def pytest_configure() -> None:
     """`make test` sets WAM_TEST_COMPLETE: what is missing is a failure there, and skipped with the reason elsewhere."""
     if os.environ.get("WAM_TEST_COMPLETE") != "1":

@@ -202,11 +202,12 @@ class Inputs:
 
     def _lossy_hint(self) -> str | None:
         """What to do about lost frames when the images are raw, large, and sent with best effort; else None."""
-        sizes = [c.got_size for c in self.cameras.values() if c.got_size is not None]
-        if self._params.image_compressed or self._params.image_reliable or not sizes:
+        raw = [c for c in self.cameras.values() if not is_compressed(c.topic)]
+        sizes = [c.got_size for c in raw if c.got_size is not None]
+        if self._params.image_reliable or not sizes:
             return None
         # A camera that has never come is taken to be like the others.
-        burst = 3 * sum(h * w for h, w in sizes) * len(self.cameras) // len(sizes)
+        burst = 3 * sum(h * w for h, w in sizes) * len(raw) // len(sizes)
         if burst <= LOSSY_BYTES:
             return None
         return (
@@ -392,6 +393,11 @@ def camera_topics(params: NodeParameters, cameras: Sequence[CameraSpec]) -> tupl
     return tuple(t if t.endswith("/compressed") else f"{t}/compressed" for t in topics)
 
 
+def is_compressed(topic: str) -> bool:
+    """Whether the images of a topic, as subscribed, are ``CompressedImage``: image_transport names them so."""
+    return topic.endswith("/compressed")
+
+
 def image_rules(
     params: NodeParameters, cameras: Sequence[CameraSpec], bridge: Bridge | None = None
 ) -> dict[str, ImageRules]:
@@ -402,12 +408,13 @@ def image_rules(
             told for compressed images.
     """
     encodings = _one_each("image.encodings", params.image_encodings, cameras, ("auto", *BY_NAME), "auto")
-    if params.image_compressed and set(encodings) != {"auto"}:
-        raise ConfigError(
-            "image.encodings cannot be used with compressed images, which say themselves what they are",
-            got=list(encodings),
-            remedy="leave image.encodings empty, or set image.compressed: false",
-        )
+    for topic, encoding in zip(camera_topics(params, cameras), encodings, strict=True):
+        if is_compressed(topic) and encoding != "auto":
+            raise ConfigError(
+                "image.encodings cannot be used with compressed images, which say themselves what they are",
+                got=f"{encoding} for {topic}",
+                remedy="put auto in its place, or subscribe the raw images",
+            )
     views = _views(params, cameras)
     return {
         c.name: ImageRules("" if e == "auto" else e, v, bridge)

@@ -171,7 +171,11 @@ class NodeParameters:
         "cameras.topics",
         "image topics in the embodiment's camera order, or CAMERA:=TOPIC each; empty: <suggested name>/image_raw",
     )
-    image_compressed: bool = _p(False, "image.compressed", "subscribe sensor_msgs/CompressedImage")
+    image_compressed: bool = _p(
+        False,
+        "image.compressed",
+        "all cameras as sensor_msgs/CompressedImage; a topic that ends in /compressed is one anyway",
+    )
     image_reliable: bool = _p(False, "image.reliable", "reliable instead of best effort for images")
     image_resize: str = _p(
         "pad",

@@ -198,7 +198,7 @@ class PolicyNode(LifecycleNode):
 
     def _build(self, params: NodeParameters, entities: ExitStack) -> _Parts:
         """Everything of one configuration. What has to be destroyed later is put on ``entities`` as it is created."""
-        bridge, text = find_bridge() if params.image_cv_bridge and not params.image_compressed else (None, "")
+        bridge, text = find_bridge() if params.image_cv_bridge else (None, "")
         if text:
             self._log("info", text)
         ahead = DecodeAhead()

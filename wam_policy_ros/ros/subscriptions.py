@@ -13,7 +13,7 @@ from sensor_msgs.msg import CompressedImage, Image, JointState
 from wam_policy_ros.contract.errors import ConfigError
 
 from .drops import Log
-from .inputs import Inputs
+from .inputs import Inputs, is_compressed
 from .joint_states import JointStateInput
 from .lifecycle import steady_clock
 from .parameters import NodeParameters
@@ -23,7 +23,10 @@ from .streams import CameraInput, Now
 LOOK_S = 1.0
 """How often the types that publishers offer are looked at, for streams from which nothing has come."""
 
-_TYPE_REMEDY = "set image.compressed to what the cameras send, or correct the topic"
+_TYPE_REMEDY = (
+    "correct cameras.topics: a topic that ends in /compressed is taken for compressed images, any other for raw ones; "
+    "image.compressed means all of them"
+)
 
 Guard = Callable[..., Any]
 """Calls a function with arguments and lets no exception through."""
@@ -71,8 +74,9 @@ def subscribe(
         )
         entities.callback(node.destroy_subscription, received)
 
-    image_kind = CompressedImage if params.image_compressed else Image
-    streams: list[tuple[type, CameraInput | JointStateInput]] = [(image_kind, c) for c in inputs.cameras.values()]
+    streams: list[tuple[type, CameraInput | JointStateInput]] = [
+        (CompressedImage if is_compressed(c.topic) else Image, c) for c in inputs.cameras.values()
+    ]
     streams.append((JointState, inputs.joint_states))
 
     def look(refuse: bool = False) -> None:
