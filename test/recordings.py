@@ -62,13 +62,16 @@ def joints(at_s: float, topic: str, positions: dict[str, float], **fields: Any) 
 
 def write(folder: Path, messages: Iterable[Message], *, storage: str = "mcap", start_ns: int = T0) -> Path:
     """Write a recording; ``storage`` is ``mcap`` or ``sqlite3``."""
-    from rosbags.rosbag2 import StoragePlugin, Writer
+    from rosbags.rosbag2 import CompressionFormat, CompressionMode, StoragePlugin, Writer
     from rosbags.typesys import Stores, get_typestore
 
     store = get_typestore(Stores.ROS2_JAZZY)
     header, stamp = store.types["std_msgs/msg/Header"], store.types["builtin_interfaces/msg/Time"]
     plugin = {"mcap": StoragePlugin.MCAP, "sqlite3": StoragePlugin.SQLITE3}[storage]
-    with Writer(folder, version=9, storage_plugin=plugin) as writer:
+    writer = Writer(folder, version=9, storage_plugin=plugin)
+    if storage == "mcap":
+        writer.set_compression(CompressionMode.STORAGE, CompressionFormat.ZSTD)
+    with writer:
         connections: dict[str, Any] = {}
         for message in sorted(messages, key=lambda m: m.at_s):
             kind = TYPES[message.kind]

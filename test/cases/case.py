@@ -119,7 +119,7 @@ def allowed(case: Case) -> frozenset[str]:
     words = [case.expect.get(k, "") for k in ("alternative", "either", "or_verdict", "rule")]
     text = " ".join(w if isinstance(w, str) else " ".join(map(str, w)) for w in words).lower()
     out = {case.verdict} | {v for v in VERDICTS if v in text}
-    if re.search(r"\b(refus|reject)", text):
+    if re.search(r"\b(refus\w*|reject(s|ed|ion)?)\b", text):
         out |= REFUSALS
     if re.search(r"^(accept|resample|drop alpha)", text):
         out |= {"accept"}

@@ -12,16 +12,13 @@ from wam_policy_ros.contract.fakes import HoldPolicy
 from wam_policy_ros.ros.assembly import assemble
 from wam_policy_ros.ros.messages import ns_to_stamp, rgb_to_image
 from wam_policy_ros.ros.streams import Now
-from wam_policy_ros.ros.virtual import VirtualRun
 from wam_policy_ros.ros.worker import InferenceWorker, Phase
 
 from . import nodes, robot
 from .case import Case, Outcome, Unavailable
+from .stage import FRAME, START_NS, Stage
 
-START_NS = 1_700_000_000_000_000_000
-RATE_HZ, JOINT_RATE_HZ = 10, 20
-LATENCY_S = 0.1
-FRAME = np.random.default_rng(1).integers(0, 256, (9, 16, 3), dtype=np.uint8)
+RATE_HZ = 10.0
 
 
 def run(case: Case) -> Outcome:
@@ -34,43 +31,16 @@ def run(case: Case) -> Outcome:
     raise Unavailable(f"no part here plays the events {sorted(done)}")
 
 
-class Stage:
-    """A robot in virtual time whose sender has the node's clock."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.run = VirtualRun(
-            robot.parameters(case), HoldPolicy(), start_ns=START_NS, latency_s=lambda call, measured_s: LATENCY_S
-        )
-        self.now_s = 0.0
-
-    def publish(self, seconds: float) -> None:
-        steps = round(seconds * JOINT_RATE_HZ)
-        for k in range(steps):
-            self.run.advance(self.now_s + k / JOINT_RATE_HZ)
-            stamp = self.run.clock().ros_ns
-            state = SimpleNamespace(
-                header=SimpleNamespace(stamp=ns_to_stamp(stamp)),
-                name=robot.names(self.case.config),
-                position=[0.02] * 8,
-            )
-            self.run.message(self.case.config["joint_states_topic"], state)
-            if k % (JOINT_RATE_HZ // RATE_HZ) == 0:
-                for name in self.case.config["cameras"]:
-                    self.run.message(robot.topic(self.case.config, name), rgb_to_image(FRAME, stamp_ns=stamp))
-        self.now_s += seconds
-
-
 def _clock_is_set(case: Case, events: list[dict[str, Any]]) -> Outcome:
-    stage, set_s = Stage(case), []
+    stage, set_s = Stage(case, rate_hz=RATE_HZ), []
     for event in sorted(events, key=lambda e: e["t"]):
         if event["t"] > stage.now_s:
-            stage.publish(event["t"] - stage.now_s)
+            stage.play(event["t"])
         if event["do"] == "set_system_clock":
             stage.run.clock.set_by(round(event["delta_s"] * 1e9))
             set_s.append(stage.now_s)
         elif event["do"] == "keep_publishing":
-            stage.publish(event["seconds"])
+            stage.play(stage.now_s + event["seconds"])
         elif event["do"] != "run":
             raise Unavailable(f"no part here plays the event {event['do']!r}")
     ticks = np.diff(stage.run.journal.ticks) * 1e-9

@@ -264,7 +264,8 @@ def test_tile_puts_images_side_by_side() -> None:
 
 
 def test_trajectory_message_is_one_a_controller_accepts() -> None:
-    plan = Trajectory(("a", "b"), np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([0.04, 1.5]), np.ones((2, 2)))
+    speeds = np.array([[1.0, 1.0], [0.0, 0.0]])
+    plan = Trajectory(("a", "b"), np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([0.04, 1.5]), speeds)
     msg = trajectory_to_msg(plan)
     assert stamp_to_ns(msg.header.stamp) == 0 and list(msg.joint_names) == ["a", "b"]
     assert [list(p.positions) for p in msg.points] == [[1.0, 2.0], [3.0, 4.0]]

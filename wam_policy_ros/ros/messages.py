@@ -18,6 +18,7 @@ from wam_policy_ros.contract.errors import InvalidImage
 
 from .bridge import Bridge
 from .encodings import BY_NAME, READ_ONLY_WHEN_TOLD, SUPPORTED, nearest
+from .trajectory_faults import trajectory_faults
 
 if TYPE_CHECKING:
     from builtin_interfaces.msg import Time
@@ -310,7 +311,11 @@ class Trajectory:
 
 
 def trajectory_to_msg(plan: Trajectory) -> JointTrajectory:
-    """Trajectory -> trajectory_msgs/JointTrajectory with a zero header stamp."""
+    """Trajectory -> trajectory_msgs/JointTrajectory with a zero header stamp.
+
+    Raises:
+        ValueError: a controller would not execute it as meant, see ``trajectory_faults``.
+    """
     from builtin_interfaces.msg import Duration
     from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
@@ -321,4 +326,6 @@ def trajectory_to_msg(plan: Trajectory) -> JointTrajectory:
             point.velocities = plan.velocities[k].tolist()
         point.time_from_start = Duration(sec=int(t) // 1_000_000_000, nanosec=int(t) % 1_000_000_000)
         msg.points.append(point)
+    if found := trajectory_faults(msg):
+        raise ValueError(f"a controller would not execute this trajectory: {'; '.join(found)}")
     return msg
