@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Stream three camera clips to a policy server and print what it would do.
 
-Start a server, e.g. ``wam serve --network tiny`` (random weights: a test of the machinery), then
+Start a server, e.g. ``wam serve --random-weights tiny`` (random weights: a test of the machinery), then
 
     python examples/01_stream_clip.py --uri ws://127.0.0.1:8000 --clips FOLDER
 

@@ -29,7 +29,7 @@ def test_both_servers_answer_every_client_its_own(tmp_path: Path, capsys: pytest
         assert server["rss_mb"][0][1] > 10
         for name, load in server["loads"].items():
             assert load["mixed"] == 0 and load["errors"] == [] and load["latency_ms"]["n"] > 0, (kind, name)
-        assert 4 <= server["loads"]["steady"]["latency_ms"]["n"] <= 12, "at most three requests of each of four clients"
+        assert 4 <= server["loads"]["steady"]["latency_ms"]["n"] <= 16, "about three requests of each of four clients"
     assert (tmp_path / "r.png").stat().st_size > 10_000
     assert "overhead per request" in capsys.readouterr().out
 
