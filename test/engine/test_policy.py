@@ -126,6 +126,18 @@ def test_reset_equals_a_new_session(policy):
         assert same(policy.infer(used, o), policy.infer(fresh, o))
 
 
+def test_a_seed_belongs_to_its_session(policy):
+    first, second = _script(policy.spec, 3, [CUP, CUP])
+
+    def rows(seed):
+        session = policy.open(seed=seed)
+        return [policy.infer(session, o).actions for o in (first, second)]
+
+    plain, same_as_plain, other, again = rows(None), rows(policy.config.seed), rows(7), rows(7)
+    for a, b, c, d in zip(plain, same_as_plain, other, again, strict=True):
+        assert np.array_equal(a, b) and np.array_equal(c, d) and not np.array_equal(a, c)
+
+
 def test_closed_and_foreign_sessions(policy):
     session = policy.open("gone")
     policy.infer(session, look(policy.spec, 0))

@@ -165,6 +165,23 @@ def test_a_client_that_only_changes_its_id_does_not_run_out_of_room():
         assert "is lost" in said, "never silently started again"
 
 
+def test_room_is_made_when_the_policy_itself_is_full():
+    class Small(RememberingPolicy):
+        def open(self, session_id: str | None = None, *, seed: int | None = None) -> Any:
+            if len(self.sessions) == 2:
+                raise Overloaded("no window is free")
+            return super().open(session_id, seed=seed)
+
+    with served(Small(), errors="keep_open") as one, Client(one) as client, Client(one) as other:
+        for episode in range(5):
+            for step in range(2):
+                assert isinstance(client.ask(request(step, f"episode {episode}")), np.ndarray)
+        client.ask({"endpoint": "reset", "session_ids": None})
+        for name in "ab":
+            assert isinstance(other.ask(request(0, name)), np.ndarray)
+        assert "no window is free" in client.ask(request(0, "c")) and one.http("/readyz")[0] == 200
+
+
 def test_many_robots_on_one_connection_are_refused_rather_than_swapped():
     with served(max_sessions=2, errors="keep_open") as one, Client(one) as client:
         for _ in range(3):

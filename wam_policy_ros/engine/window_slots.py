@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import EngineError
+from wam_policy_ros.contract.errors import Overloaded
 from wam_policy_ros.model.config import DiTConfig
 
 
@@ -113,18 +113,18 @@ class SlotPool:
     def acquire(self) -> WindowSlot:
         """
         Raises:
-            EngineError: no slot is free and no more may be made, or the device has no memory for one.
+            Overloaded: no slot is free and no more may be made, or the device has no memory for one.
         """
         if self._free:
             return self._free.pop()
         if self._limit is not None and self.made >= self._limit:
-            raise EngineError(
+            raise Overloaded(
                 "no window is free", got=f"{self.made} windows in use", remedy="close a session, or raise the limit"
             )
         try:
             slot = WindowSlot(self.layout, self.made)
         except torch.OutOfMemoryError as error:
-            raise EngineError(
+            raise Overloaded(
                 "no memory for another session's window",
                 got=f"{self.made} windows of {self.layout.nbytes / 2**30:.2f} GiB exist",
                 remedy="close a session",

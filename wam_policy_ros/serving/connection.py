@@ -298,11 +298,13 @@ class Connection:
         self._check_continuity(session, request)
         session.busy += 1
         try:
-            item.ticket = self._submit(item, session, request)
-            # The client may have gone while the session was sought.
-            if self._ended:
-                self.give_up()
-            answered: Answered = await asyncio.wrap_future(item.ticket.future)
+            try:
+                answered = await self._step(item, session, request)
+            except Overloaded:
+                # The policy's own memory may be full before the table is.
+                if session.handle is not None or not await self._server.reclaim():
+                    raise
+                answered = await self._step(item, session, request)
         finally:
             session.busy -= 1
             if session.handle is None:  # its first step failed: as if it had never been
@@ -314,6 +316,12 @@ class Connection:
         await self._socket.send(pack(self._finished(item, session, answered), request.codec))
         self._answered += 1
         self._server.metrics.answer_s.observe(time.monotonic() - item.received_s)
+
+    async def _step(self, item: Item, session: ServedSession, request: InferRequest) -> Answered:
+        item.ticket = self._submit(item, session, request)
+        if self._ended:  # while the session was sought
+            self.give_up()
+        return await asyncio.wrap_future(item.ticket.future)
 
     async def _session(self, request: InferRequest) -> ServedSession:
         """The session of a request, taken over from a dead connection or given room if need be."""
