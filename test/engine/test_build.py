@@ -41,7 +41,7 @@ def no_weights(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("weights were read although the folder is faulty")
 
-    monkeypatch.setattr(build, "load_weights", refuse)
+    monkeypatch.setattr(build, "load_network", refuse)
 
 
 def _build(folder, **options):

@@ -17,7 +17,7 @@ from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.fp8 import E4M3FN, E4M3FNUZ
-from wam_policy_ros.engine.fp8_checkpoint import load_network, write_fp8_checkpoint
+from wam_policy_ros.engine.fp8_checkpoint import load_network, online, write_fp8_checkpoint
 from wam_policy_ros.engine.policy import with_config
 from wam_policy_ros.engine.quantize import native_weight
 from wam_policy_ros.engine.survey import survey
@@ -234,6 +234,18 @@ def test_policies_from_both_folders_act_alike(source, pristine, attention):
     chunk, eight = native.infer(native.open(), look(native.spec, 0)), chunks[0][0]
     assert not same(chunk, eight)
     assert (abs(chunk.actions - eight.actions).max(0) < 0.3 * chunk.actions.std(0)).all()
+
+
+def test_a_random_network_is_quantised_while_it_is_drawn():
+    """The same values as drawing all and quantising then, and never whole in native precision."""
+    options = {"embodiment": "oxe_droid", "random_weights": "tiny", "device": "cpu"}
+    config = EngineConfig(step="fused", linears="fp8", evaluations=5)
+    eight = build_policy(config=config, **options)
+    drawn = DreamZero.with_random_weights(DreamZeroConfig.tiny(), dtype=torch.float32)
+    layer = eight.path.dit.blocks[1].up
+    expected = online(E4M3FN)("model.blocks.1.ffn.0.weight", drawn.model.blocks[1].ffn[0].weight)
+    assert torch.equal(_bytes(layer.weight), _bytes(expected["model.blocks.1.ffn.0.weight"]))
+    assert layer.scale.equal(expected["model.blocks.1.ffn.0.weight_scale"])
 
 
 def test_the_plain_step_cannot_run_8_bit_layers(source, pristine):

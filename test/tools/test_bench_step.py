@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from wam_policy_ros.contract.errors import ConfigError, EngineError
-from wam_policy_ros.tools.bench_suite import cold, step, trace
+from wam_policy_ros.model.config import DreamZeroConfig
+from wam_policy_ros.tools.bench_suite import cold, flops, step, trace
 from wam_policy_ros.tools.bench_suite.ceilings import best
 from wam_policy_ros.tools.bench_suite.configurations import engine_config, parse_changes
 from wam_policy_ros.tools.bench_suite.records import BENCH, append_history, load_anchors
@@ -134,6 +135,18 @@ def test_a_cold_start_has_a_process_of_its_own():
 def test_a_cold_start_that_fails_says_why():
     with pytest.raises(EngineError, match="cuda:99"):
         cold.run_cold(["--network", "tiny", "--device", "cuda:99", "--config", "plain"], timeout_s=90)
+
+
+def test_fused_rows_on_one_network_and_the_unguided_branch_of_the_last_evaluation(tmp_path):
+    out = tmp_path / "b.json"
+    words = ["--windows", "1", "--evaluations", "4", "--config", "fp8,plain,bf16", "--device", "cpu", "--no-ceilings"]
+    assert main(["bench", "step", *words, "--no-video", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert [r["configuration"] for r in report["rows"]] == ["plain", "bf16", "fp8"] and report["video"] is False
+    one = flops.evaluation(DreamZeroConfig.tiny(), 28).total / 1e12
+    for row in report["rows"]:
+        assert row["step_s"]["n"] == 4
+        assert row["position_s"]["1"]["stage_TFLOP"]["denoise"] == pytest.approx(7 * one)
 
 
 # -- options ----------------------------------------------------------------------------------------------------

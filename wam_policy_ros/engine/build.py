@@ -21,7 +21,7 @@ from wam_policy_ros.model.tokenizer import ByteTokenizer, Tokenizer
 
 from .config import EngineConfig
 from .fp8 import fp8_for
-from .fp8_checkpoint import load_network
+from .fp8_checkpoint import load_network, online
 from .policy import DreamZeroPolicy
 from .survey import load_tokenizer, survey
 
@@ -151,7 +151,9 @@ def _random_policy(
         raise ConfigError("unknown random network", got=repr(preset), expected=f"one of {list(RANDOM_PRESETS)}")
     network_config = DreamZeroConfig.tiny() if preset == "tiny" else DreamZeroConfig.dreamzero_14b()
     progress(f"making the {preset} network with random weights", 0.0)
-    network = DreamZero.with_random_weights(network_config, device=device, dtype=dtype)
+    # Quantised as they are drawn, so that no more than the step needs is ever on the device.
+    convert = online(fp8_for(device)) if config.linears == "fp8" else None
+    network = DreamZero.with_random_weights(network_config, device=device, dtype=dtype, convert=convert)
     robot = dataclasses.replace(robot, horizon=network_config.action_horizon)
     tokens: Tokenizer
     if tokenizer:

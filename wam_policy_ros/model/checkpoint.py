@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from .config import DreamZeroConfig
-from .dreamzero import DreamZero
+from .dreamzero import Convert, DreamZero
 from .errors import CheckpointFileError, ModelConfigError
 from .fp8_layout import MANIFEST, Fp8Manifest, is_fp8_weight, is_scale, scale_shapes
 from .key_maps import PREFIX, checkpoint_name, is_lora, module_name
@@ -29,8 +29,6 @@ SINGLE = "model.safetensors"
 _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 Progress = Callable[[str, float], None]
-Convert = Callable[[str, Tensor], Mapping[str, Tensor]]
-"""A loaded tensor to the entries that replace it in the network: itself, or FP8 values and their scale."""
 
 
 @dataclass(frozen=True)
@@ -185,18 +183,8 @@ def load_weights(
         state |= {name: value} if convert is None else convert(name, value)
         progress("loading weights", done / total)
     _check_scales(folder, state)
-    install(network, state)
-    return network.requires_grad_(False).eval()
-
-
-def install(network: DreamZero, state: Mapping[str, Tensor]) -> None:
-    """Give a network on the meta device all its tensors; scales become buffers of their layers."""
-    for name, tensor in state.items():
-        if is_scale(name):
-            layer, _, leaf = name.rpartition(".")
-            network.get_submodule(layer).register_buffer(leaf, tensor)
-    parameters = {n: t if is_scale(n) else nn.Parameter(t, requires_grad=False) for n, t in state.items()}
-    network.load_state_dict(parameters, strict=True, assign=True)
+    network.install(state)
+    return network
 
 
 def _check_scales(folder: CheckpointFolder, state: Mapping[str, Tensor]) -> None:
@@ -358,9 +346,9 @@ def stream_tensors(folder: CheckpointFolder, device: torch.device) -> Iterator[t
 __all__ = [
     "PREFIX",
     "CheckpointFolder",
+    "Convert",
     "TensorEntry",
     "check_weights",
-    "install",
     "load_weights",
     "read_folder",
     "save_folder",

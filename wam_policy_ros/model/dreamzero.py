@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .config import DreamZeroConfig
 from .dit import CausalDiT
+from .fp8_layout import is_scale
 from .image_encoder import ImageEncoder
 from .text_encoder import TextEncoder
 from .vae import VideoVAE
+
+Convert = Callable[[str, Tensor], Mapping[str, Tensor]]
+"""A tensor to the entries that replace it in the network: itself, or 8-bit values and their scale."""
 
 
 class DreamZero(nn.Module):
@@ -51,25 +56,36 @@ class DreamZero(nn.Module):
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        convert: Convert | None = None,
     ) -> DreamZero:
         """A network that was never trained, for tests, demos of the machinery and benchmarks. It is not a policy.
 
         All parameters are random, also those that training starts at zero, and scaled so that activations stay finite.
-        The draw depends on seed, device kind and dtype.
+        The draw depends on seed, device kind and dtype. ``convert``: see ``checkpoint.load_weights``.
         """
         network = cls.on_meta(config)
         generator = torch.Generator(device=device).manual_seed(seed)
-        state = {
-            name: _random_parameter(name, tuple(p.shape), generator, device, dtype)
-            for name, p in network.state_dict().items()
-        }
-        network.load_state_dict(state, strict=True, assign=True)
-        return network.requires_grad_(False).eval()
+        state: dict[str, Tensor] = {}
+        for name, p in network.state_dict().items():
+            drawn = _random_parameter(name, tuple(p.shape), generator, device, dtype)
+            state |= {name: drawn} if convert is None else convert(name, drawn)
+        network.install(state)
+        return network
+
+    def install(self, state: Mapping[str, Tensor]) -> None:
+        """Give a network on the meta device all its tensors; scales of 8-bit weights become buffers of their layers."""
+        for name, tensor in state.items():
+            if is_scale(name):
+                layer, _, leaf = name.rpartition(".")
+                self.get_submodule(layer).register_buffer(leaf, tensor)
+        values = {n: t if is_scale(n) else nn.Parameter(t, requires_grad=False) for n, t in state.items()}
+        self.load_state_dict(values, strict=True, assign=True)
+        self.requires_grad_(False).eval()
 
 
 def _random_parameter(
     name: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str, dtype: torch.dtype
-) -> nn.Parameter:
+) -> Tensor:
     """Matrices N(0, 1/fan_in), gains 1 + N(0, 0.1), biases N(0, 0.1), modulation N(0, 0.3), embeddings N(0, 0.5)."""
     draw = torch.randn(shape, generator=generator, device=device, dtype=dtype)
     leaf = name.rsplit(".", 1)[-1]
@@ -86,4 +102,4 @@ def _random_parameter(
         value = draw / math.sqrt(shape[1])
     else:
         value = draw / math.sqrt(math.prod(shape[1:]))
-    return nn.Parameter(value.to(dtype), requires_grad=False)
+    return value.to(dtype)

@@ -19,7 +19,9 @@ import torch
 
 from wam_policy_ros.contract.errors import ConfigError, WamError
 from wam_policy_ros.engine.build import build_policy
+from wam_policy_ros.engine.config import NUM_STEPS, EngineConfig
 from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
+from wam_policy_ros.engine.step_schedule import fixed_steps
 from wam_policy_ros.tools.provenance import provenance
 
 from . import cold, flops, trace
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="engine option on top")
     parser.add_argument("--windows", type=int, default=8, help="at most so many measured windows after the cold one")
     parser.add_argument("--row-seconds", type=float, default=10.0, help="no further window of a row starts after this")
+    parser.add_argument("--no-video", action="store_true", help="steps whose predicted video nobody looks at")
     parser.add_argument("--cold", default="", metavar="CONFIG,...", help="also: process start to first chunk, each in "
                         "a process of its own")  # fmt: skip
     parser.add_argument("--cold-child", action="store_true", help=argparse.SUPPRESS)
@@ -82,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     policy = _build(args, engine_config(names[0], evaluations[0], gpu=_gpu(args.device), changes=changes))
     device = policy.network.device
     report |= {
+        "video": not args.no_video,
         "network": args.checkpoint or f"random {args.network}",
         "load_s": time.perf_counter() - begin,
         "load_peak_GiB": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None,
@@ -106,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 write_json(report, args.json)
     if args.trace:
-        report["trace"] = trace.write_trace(_one_step(policy), args.trace, device) | {"file": args.trace.name}
+        work = _one_step(policy, want_video=not args.no_video)
+        report["trace"] = trace.write_trace(work, args.trace, device) | {"file": args.trace.name}
+            "file": args.trace.name
+        }
     print(summary(report))
     if args.trace:
         print(f"trace: {args.trace} (open it in Perfetto)")
@@ -139,10 +146,15 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
     if network.device.type == "cuda":
         torch.cuda.empty_cache()
     row |= measure(
-        policy, windows=args.windows, budget_s=args.row_seconds, min_windows=min(2, args.windows), say=f"{name} {count}"
+        policy,
+        windows=args.windows,
+        budget_s=args.row_seconds,
+        min_windows=min(2, args.windows),
+        want_video=not args.no_video,
+        say=f"{name} {count}",
     )
-    guided = sum(config.guides(s) for s in range(16)) if config.guidance_steps is not None else None
     branches = 1 if config.guidance_scale == 1.0 else 2
+    guided = _guided(config, want_video=not args.no_video)
     picture = network.config.target_video_hw or (2 * policy.embodiment.view_height, 2 * policy.embodiment.view_width)
     for position, entry in row["position_s"].items():
         work = flops.step_stages(network.config, int(position), count, branches, picture, guided_evaluations=guided)
@@ -153,17 +165,24 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
     # The trace of thousands of small launches takes longer to read than the row took: fused rows only.
     if network.device.type == "cuda" and name != "plain" and not args.no_profile:
         at = 4  # the last position of a window: the longest call
-        busy = trace.busy_seconds(_one_step(policy, at), network.device)
+        busy = trace.busy_seconds(_one_step(policy, at, want_video=not args.no_video), network.device)
         row["profile"] = busy | {"position": at, "gpu_idle_s": row["position_s"][str(at)]["p50"] - busy["gpu_busy_s"]}
     return row
 
 
-def _one_step(policy: DreamZeroPolicy, position: int = 4) -> Any:
+def _guided(config: EngineConfig, *, want_video: bool) -> int:
+    """Evaluations that need the unguided branch; the last one moves nothing but the video."""
+    steps = fixed_steps(config.schedule, config.evaluations, NUM_STEPS)
+    assert steps is not None  # the rows of this bench have a number of evaluations
+    return sum(config.guides(s) for s in (steps if want_video else steps[:-1]))
+
+
+def _one_step(policy: DreamZeroPolicy, position: int = 4, *, want_video: bool = True) -> Any:
     """A warm call at this window position, ready to be run once."""
     session = policy.open()
     for i in range(position - 1):
         policy.infer(session, observation_at(policy, i))
-    observation = observation_at(policy, position - 1)
+    observation = observation_at(policy, position - 1, want_video=want_video)
 
     def work() -> None:
         policy.infer(session, observation)

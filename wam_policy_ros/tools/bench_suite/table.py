@@ -16,6 +16,8 @@ def summary(report: dict[str, Any]) -> str:
     lines = [
         f"{report['network']}; {report['spec']['weights']}",
         f"{machine}; {report['spec']['dtype']}; torch {where['torch']}; commit {where['commit'] or 'unknown'}",
+        f"guidance {report['spec']['guidance_scale']}; "
+        + ("action and video" if report["video"] else "action alone, nobody looks at the video"),
         f"network ready in {report['load_s']:.1f} s"
         + (f", peak {report['load_peak_GiB']} GiB" if report["load_peak_GiB"] is not None else ""),
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,23 @@ STAGE_ORDER = (
 )
 
 
-def observation_at(policy: DreamZeroPolicy, index: int) -> Observation:
+def observation_at(policy: DreamZeroPolicy, index: int, *, want_video: bool = True) -> Observation:
     """Fresh random pictures of call ``index`` of an episode: one frame in the first, all the policy looks at later."""
     spec = policy.spec
     period_ns = round(spec.horizon * 1e9 / spec.control_rate_hz)
     frames = 1 if index == 0 else len(spec.frame_offsets)
-    return example_observation(spec, frames=frames, seed=index, stamp_ns=10**18 + index * period_ns)
+    made = example_observation(spec, frames=frames, seed=index, stamp_ns=10**18 + index * period_ns)
+    return replace(made, want_video=want_video)
 
 
 def measure(
-    policy: DreamZeroPolicy, *, windows: int, budget_s: float = float("inf"), min_windows: int = 1, say: str = ""
+    policy: DreamZeroPolicy,
+    *,
+    windows: int,
+    budget_s: float = float("inf"),
+    min_windows: int = 1,
+    want_video: bool = True,
+    say: str = "",
 ) -> dict[str, Any]:
     """One cold window, then up to ``windows`` measured ones in one session, at least ``min_windows`` of them.
 
@@ -52,7 +60,7 @@ def measure(
             stop = time.perf_counter() + budget_s
         for i in range(4):
             index = 4 * window + i
-            observation = observation_at(policy, index)
+            observation = observation_at(policy, index, want_video=want_video)
             begin = time.perf_counter()
             chunk: ActionChunk = policy.infer(session, observation)
             wall = time.perf_counter() - begin
