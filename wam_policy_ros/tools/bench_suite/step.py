@@ -112,8 +112,6 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         work = _one_step(policy, want_video=not args.no_video)
         report["trace"] = trace.write_trace(work, args.trace, device) | {"file": args.trace.name}
-            "file": args.trace.name
-        }
     print(summary(report))
     if args.trace:
         print(f"trace: {args.trace} (open it in Perfetto)")
