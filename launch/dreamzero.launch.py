@@ -26,6 +26,19 @@ OVERRIDES = {
 }
 
 
+PROFILE = "fastdds_profile"
+
+
+def profile_environment(given: str) -> dict[str, str]:
+    """Environment of the node for the argument ``fastdds_profile``: empty, ``true`` (the packaged file), or a file."""
+    if given.lower() in ("", "false"):
+        return {}
+    path = CONFIG / "fastdds.xml" if given.lower() == "true" else Path(given).expanduser()
+    if not path.is_file():
+        raise RuntimeError(f"{PROFILE}: no such file: {path}; give true for the packaged one")
+    return {"FASTDDS_DEFAULT_PROFILES_FILE": str(path.resolve())}
+
+
 def start_node(context: LaunchContext) -> list[LifecycleNode]:
     """The node, once the arguments are known."""
     # An empty argument is one that was not given: it must not override the files.
@@ -44,6 +57,7 @@ def start_node(context: LaunchContext) -> list[LifecycleNode]:
             parameters=[*files, overrides] if overrides else files,
             output="screen",
             emulate_tty=True,
+            additional_env=profile_environment(LaunchConfiguration(PROFILE).perform(context)),
         )
     ]
 
@@ -55,6 +69,11 @@ def generate_launch_description() -> LaunchDescription:
                 "config", default_value=str(CONFIG / "droid.yaml"), description="YAML file of this robot"
             ),
             DeclareLaunchArgument("namespace", default_value="", description="of the node and its topics"),
+            DeclareLaunchArgument(
+                PROFILE,
+                default_value="",
+                description="Fast DDS profile for raw images; true: config/fastdds.xml, or a file; empty: none",
+            ),
             *(
                 DeclareLaunchArgument(name, default_value="", description=f"{text}; empty: as in the files")
                 for name, (_, text) in OVERRIDES.items()

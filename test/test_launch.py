@@ -57,6 +57,7 @@ def test_every_argument_is_declared_and_described() -> None:
         "autostart",
         "instruction",
         "random_weights",
+        "fastdds_profile",
     }
     assert all(declared.values())
 
@@ -73,6 +74,17 @@ def test_only_given_arguments_override_and_keep_their_type(tmp_path: Path) -> No
     _, parameters = start(config=str(mine), instruction="pick: 3", autostart="false", checkpoint="/data/7")
     assert Path(parameters[1]) == mine
     assert parameters[2] == {"instruction": "pick: 3", "autostart": False, "checkpoint": "/data/7"}
+
+
+def test_the_profile_is_the_packaged_one_a_file_or_none(tmp_path: Path) -> None:
+    name, environment = "FASTDDS_DEFAULT_PROFILES_FILE", load().profile_environment
+    assert environment("") == environment("false") == {}
+    assert Path(environment("true")[name]).name == "fastdds.xml" and Path(environment("true")[name]).is_file()
+    mine = tmp_path / "mine.xml"
+    mine.write_text("<dds/>")
+    assert environment(str(mine)) == {name: str(mine)}
+    with pytest.raises(RuntimeError, match="no such file"):
+        environment(str(tmp_path / "other.xml"))
 
 
 def test_the_overrides_are_parameters_of_the_node() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,20 @@ def test_up_names_the_packaged_configurations() -> None:
         up.config_file("dorid")
     with pytest.raises(ConfigError, match="not found"):
         up.config_file("nowhere.yaml")
+
+
+def test_up_sets_the_fast_dds_profile_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str | None] = []
+    name = "FASTDDS_DEFAULT_PROFILES_FILE"
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != name})
+    monkeypatch.setattr(os, "execv", lambda *_: seen.append(os.environ.get(name)))
+    mine = tmp_path / "mine.xml"
+    mine.write_text("<dds/>")
+    for words in ((), ("--fastdds-profile",), ("--fastdds-profile", str(mine))):
+        up.run(arguments(*words))
+    assert seen[0] is None and Path(str(seen[1])).name == "fastdds.xml" and seen[2] == str(mine)
+    with pytest.raises(ConfigError, match="not found"):
+        up.run(arguments("--fastdds-profile", str(tmp_path / "none.xml")))
 
 
 def test_bench_needs_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:

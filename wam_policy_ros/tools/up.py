@@ -22,12 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--namespace", default="")
     parser.add_argument("--no-autostart", action="store_true", help="wait for lifecycle transitions from outside")
     parser.add_argument(
+        "--fastdds-profile",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="Fast DDS with room for raw images: config/fastdds.xml, or FILE; the cameras need it, too",
+    )
+    parser.add_argument(
         "ros_args", nargs="*", metavar="-- ARGS", help="more ROS arguments, e.g. -- -p executor:=events"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "wam_policy_ros.ros.main", *ros_arguments(args)]
+    if args.fastdds_profile is not None:
+        os.environ["FASTDDS_DEFAULT_PROFILES_FILE"] = str(profile_file(args.fastdds_profile))
     print("starting:", shlex.join(command), file=sys.stderr, flush=True)
     # The node replaces this process, so that signals and the exit status are its own.
     os.execv(sys.executable, command)
@@ -53,6 +62,20 @@ def ros_arguments(args: argparse.Namespace) -> list[str]:
     if args.namespace:
         out += ["-r", f"__ns:=/{args.namespace.strip('/')}"]
     return out + list(args.ros_args)
+
+
+def profile_file(given: str) -> Path:
+    """The packaged Fast DDS profile, or a file.
+
+    Raises:
+        ConfigError: the file does not exist; Fast DDS would go on without a word.
+    """
+    path = Path(given).expanduser().resolve() if given else packaged_file("fastdds.xml")
+    if not path.is_file():
+        raise ConfigError(
+            "Fast DDS profile not found", got=given, remedy="--fastdds-profile alone takes the packaged one"
+        )
+    return path
 
 
 def config_file(name: str) -> Path:
