@@ -16,6 +16,7 @@ CONFIG = Path(__file__).parent.parent / "config"
 
 # argument -> type, description; the parameter of the node has the same name
 OVERRIDES = {
+    "backend": (str, "engine: the network in this process; openpi: a policy server; hold: a dry run"),
     "checkpoint": (str, "folder of the checkpoint"),
     "tokenizer": (str, "tokenizer.json or its folder, if it is not in the checkpoint"),
     "random_weights": (str, "tiny or 14b: an untrained network instead of a checkpoint"),

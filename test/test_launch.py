@@ -49,6 +49,7 @@ def test_every_argument_is_declared_and_described() -> None:
     }
     assert set(declared) == {
         "config",
+        "backend",
         "checkpoint",
         "tokenizer",
         "embodiment",

@@ -83,10 +83,14 @@ def test_the_tick_asks_when_frames_are_slow_or_fresh() -> None:
     desk = FrameDesk(**PATIENT)
     desk.running()
     count = len(desk.worker.requests)
-    desk.wait(DT_NS)
+    desk.wait(DT_NS + 10 * MS)
     desk.deliver_joints()
     desk.loop.on_tick()
-    assert len(desk.worker.requests) == count + 1, "a control step has passed without a frame"
+    assert len(desk.worker.requests) == count, "a camera at the control rate may be a little late"
+    desk.wait(DT_NS // 2)
+    desk.deliver_joints()
+    desk.loop.on_tick()
+    assert len(desk.worker.requests) == count + 1, "more than a control step has passed without a frame"
     fresh = FrameDesk(**PATIENT)
     fresh.running()
     fresh.deliver()  # not told

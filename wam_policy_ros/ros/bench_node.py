@@ -127,7 +127,7 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
     from rclpy.signals import SignalHandlerOptions
 
     from .lifecycle import steady_clock
-    from .main import StopSignals, run
+    from .main import StopSignals, load_quietly, run
     from .policy_node import PolicyNode
 
     stop = StopSignals()
@@ -146,7 +146,7 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
         "sync.max_skew_s": 0.2,
     }
     node = PolicyNode(
-        lambda params, progress: HoldPolicy(embodiment=EMBODIMENT, latency_s=options.step_s),
+        load_quietly(lambda params, progress: HoldPolicy(embodiment=EMBODIMENT, latency_s=options.step_s)),
         parameter_overrides=[Parameter(name, value=value) for name, value in given.items()],
     )
     recorder, begun = AllDurations(), dict[str, float]()

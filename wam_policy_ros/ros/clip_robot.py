@@ -143,6 +143,9 @@ def play(options: argparse.Namespace, say: Callable[[str], None] = print) -> int
             executor.spin_once(timeout_sec=0.1)
     except (KeyboardInterrupt, ExternalShutdownException):
         pass
+    except RuntimeError:  # rclpy's own kinds are not public
+        if rclpy.ok():  # else a signal came while a callback was publishing
+            raise
     finally:
         if options.record:
             say(f"wrote {robot.recorder.write(options.record)}")

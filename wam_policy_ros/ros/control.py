@@ -211,7 +211,8 @@ class ControlLoop:
         if self._spec is None or not self._reference_ns:
             return False
         due_s = (now.ros_ns - max(self._due_ns, self._session_start_ns)) * 1e-9
-        return due_s < self._spec.dt_s and self._inputs.newest_arrival_s(now) > FRESH_S
+        # Half a step more than a camera at the control rate needs.
+        return due_s < 1.5 * self._spec.dt_s and self._inputs.newest_arrival_s(now) > FRESH_S
 
     def on_worker(self) -> None:
         """The worker has a result or a new status."""

@@ -13,6 +13,9 @@ STALL_LIMIT = 0.01
 RATE_LIMIT = 0.9
 """A stream or a loop with less than this part of its nominal rate is worth a warning."""
 
+AROUND = ("frame_to_request", "frame_to_step", "step_to_publish")
+"""Durations of the node's own, not of the policy's."""
+
 State = Mapping[str, Any]
 
 
@@ -54,7 +57,7 @@ def _policy(state: State) -> Status:
         "step": str(state.get("step", "")),
         "instruction sha256": str(state.get("prompt_sha256", "")),
         **_counts(state, ("chunks", "late", "refused", "discarded", "superseded", "sessions")),
-        **_durations(state, but=("frame_to_step", "step_to_publish")),
+        **_durations(state, but=AROUND),
     }
     if phase == "failed":
         return Status("policy", Level.ERROR, f"failed: {loading['message']}", values)
@@ -111,7 +114,7 @@ def _controller(state: State) -> Status:
         "stall share": _number(state.get("stall_share"), 4),
         **_counts(state, ("late", "refused", "clamped", "holds", "stop_and_go", "clock_jumps")),
         **{f"refused: {k}": str(n) for k, n in (state.get("refusals") or {}).items()},
-        **_durations(state, only=("frame_to_step", "step_to_publish")),
+        **_durations(state, only=AROUND),
     }
     if state.get("fault"):
         return Status("controller", Level.ERROR, f"fault, latched: {state['fault']}", values)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class StopSignals:
 
 
 def quiet_process() -> None:
-    """When everything is loaded: no more long pauses of the garbage collector, no thread pools for small pictures."""
+    """When the policy is loaded: what may interrupt a step or a callback for long, does no more."""
     gc.collect()
     gc.freeze()  # a network has a million objects that stay; every full collection would look at each of them
     import cv2
@@ -97,6 +97,17 @@ def quiet_process() -> None:
     cv2.setNumThreads(1)
     # A step that waits for the interpreter waits this long for a callback that computes (5 ms unless set).
     sys.setswitchinterval(5e-4)
+
+
+def load_quietly(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A policy factory after which the process is quiet: before the robot moves, and in the worker's thread."""
+
+    def load(*args: Any) -> Any:
+        policy = factory(*args)
+        quiet_process()
+        return policy
+
+    return load
 
 
 def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
@@ -133,11 +144,8 @@ def run(node: Any, stop: StopSignals, *, executor: str = "single") -> int:
             end.callback(spinner.shutdown, 1.0)
             try:
                 # In slices: a Python signal handler runs only between them.
-                frozen = False
                 while not stop.received and not node.ended and node.context.ok():
                     spinner.spin_once(timeout_sec=0.1)
-                    if not frozen and (frozen := node.ready):
-                        quiet_process()
                 code = int(node.ended)
                 if stop.received:
                     log.info(f"{stop.received[0].name}: stopping")
@@ -183,6 +191,7 @@ def main(args: Sequence[str] | None = None) -> int:
     import rclpy
     from rclpy.signals import SignalHandlerOptions
 
+    from .backend import make_policy
     from .policy_node import PolicyNode
 
     files = given_files(ros_arguments)
@@ -194,7 +203,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"wam_policy: {faults[0] if faults else ' '.join(str(error).split())}", file=sys.stderr)
         return 2
     try:
-        node = PolicyNode()
+        node = PolicyNode(load_quietly(make_policy))
         for path in files:
             if (line := unused(path, node.get_fully_qualified_name())) is not None:
                 node.get_logger().warning(line)

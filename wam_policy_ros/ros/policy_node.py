@@ -110,11 +110,6 @@ class PolicyNode(LifecycleNode):
         return self._parts.worker.status if self._parts else None
 
     @property
-    def ready(self) -> bool:
-        """The policy is loaded and warmed up."""
-        return self._parts is not None and self._parts.worker.status.phase is Phase.READY
-
-    @property
     def control(self) -> ControlLoop | None:
         """The control loop, None while unconfigured."""
         return self._parts.control if self._parts else None
