@@ -156,7 +156,10 @@ def _no_pixel(played: Played) -> Check:
 
 def _equal_to(played: Played) -> Check:
     def check(expected: Any, case: Case, outcome: Outcome) -> str | None:
-        other, index = re.fullmatch(r"(\w+) frame (\d+)", expected).groups()  # type: ignore[union-attr]
+        match = re.fullmatch(r"(\w+) frame (\d+)", expected)
+        if match is None:
+            return f"what {expected!r} is, the runner does not know"
+        other, index = match.groups()
         named = [k.split("_frame")[0] for k in case.expect if "_frame" in k and k.split("_frame")[0] in robot.CAMERAS]
         camera = next((n for n in named if n != other), "wrist")
         pair = [played.pictures[n][int(index) : int(index) + 1] for n in (camera, other)]

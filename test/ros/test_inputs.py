@@ -422,6 +422,15 @@ def test_uniform_pictures_are_warned_of_and_delay_the_session_when_told_to(gate:
     assert len(warned) == (0 if gate and compressed else 3), "once for each camera"
 
 
+def test_a_gated_session_goes_on_when_its_frames_have_become_pictures() -> None:
+    rig = Rig(**{"image.min_std": 2.0})
+    for k in range(60):
+        rig.all_cameras(k * FRAME_NS, k), rig.all_joints(k * FRAME_NS)
+        pending = rig.inputs.snapshot(at(k * FRAME_NS), T0, "p")
+        pending.materialise(SPEC.cameras, first_call=k == 0)
+    assert len(rig.inputs.cameras[CAMERAS[0]]._spreads) < 40
+
+
 def test_a_camera_that_goes_dark_is_warned_of_again() -> None:
     rig = Rig()
     camera = rig.inputs.cameras[CAMERAS[0]]

@@ -215,7 +215,7 @@ class CameraInput:
                 self._tell(f"{self.what}: back after {quiet_s:.2f} s without a usable image")
         self._arrived_before = True
         while self.frames[0].stamp_ns < stamp_ns - self._keep_ns:
-            self.frames.popleft()
+            self._spreads.pop(self.frames.popleft().stamp_ns, None)
             self._thinned = max(0, self._thinned - 1)
         self._thin(stamp_ns - RECENT_NS)
 
@@ -295,13 +295,16 @@ class CameraInput:
             return list(frames)
         for i, frame in enumerate(frames):
             if (value := self._spreads.get(frame.stamp_ns)) is None:
-                value = spread(frame.msg, self.rules)
-                if value is None:
-                    value = float(image_to_rgb(frame.msg, self.shown, self.rules).std(axis=(0, 1)).max())
-                self._spreads[frame.stamp_ns] = value
+                value = self._spreads[frame.stamp_ns] = self._spread_of(frame.msg)
             if value >= self._min_std:
                 return list(frames[i:])
         return []
+
+    def _spread_of(self, msg: Any) -> float:
+        if msg is None:  # a request has used it, so it comes after the first picture
+            return float("inf")
+        value = spread(msg, self.rules)
+        return value if value is not None else float(image_to_rgb(msg, self.shown, self.rules).std(axis=(0, 1)).max())
 
     def saw_spread(self, value: float) -> None:
         """Warn when a picture that showed something is of one colour now, see ``UNIFORM_STD``. In the worker, too, for
