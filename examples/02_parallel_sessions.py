@@ -27,7 +27,7 @@ from wam_policy_ros.contract.errors import WamError
 
 def episode(args: argparse.Namespace, number: int) -> tuple[npt.NDArray[np.float64], list[float]]:
     """All rows ``[steps, horizon, action_dim]`` and the seconds per call."""
-    policy = connect(args.uri, api_key=args.api_key, wait_s=args.wait)
+    policy = connect(args.uri, api_key=args.api_key, wait_s=args.wait, quiet=True)
     source, rows, seconds = moving_card(DROID, seed=number), [], []
     state = state_of(np.full(8, 0.01 * number), DROID)
     session = policy.open(f"episode-{number}-{time.monotonic_ns()}")
@@ -44,6 +44,7 @@ def episode(args: argparse.Namespace, number: int) -> tuple[npt.NDArray[np.float
 
 
 def run(args: argparse.Namespace) -> int:
+    connect(args.uri, api_key=args.api_key, wait_s=args.wait).disconnect()
     begin = time.perf_counter()
     with ThreadPoolExecutor(args.sessions) as pool:
         results = list(pool.map(lambda number: episode(args, number), range(args.sessions)))

@@ -82,8 +82,10 @@ def state_of(values: npt.NDArray[np.float64], spec: PolicySpec) -> dict[str, npt
     return {f.name: part for f, part in zip(spec.state, np.split(values, ends), strict=True)}
 
 
-def connect(uri: str, *, api_key: str = "", timeout_s: float = 30.0, wait_s: float | None = None) -> Any:
-    """A policy server's policy; says on one line what it waits for."""
+def connect(
+    uri: str, *, api_key: str = "", timeout_s: float = 30.0, wait_s: float | None = None, quiet: bool = False
+) -> Any:
+    """A policy server's policy; unless ``quiet`` it says what it waits for, and what the policy is."""
     try:
         from wam_policy_ros.serving.client import ClientConfig, connect_policy
         from wam_policy_ros.serving.client_link import LinkConfig
@@ -93,13 +95,14 @@ def connect(uri: str, *, api_key: str = "", timeout_s: float = 30.0, wait_s: flo
 
     def progress(line: str, fraction: float) -> None:
         what = line.split(" (attempt")[0]
-        if what not in said:
+        if what not in said and not quiet:
             said.append(what)
             print(line, flush=True)
 
     policy = connect_policy(ClientConfig(LinkConfig(uri, api_key), timeout_s=timeout_s), progress, wait_s=wait_s)
-    kind = "RANDOM WEIGHTS, not a policy: " if policy.spec.random_weights else "policy: "
-    print(f"connected; {kind}{policy.spec.weights}", flush=True)
+    if not quiet:
+        kind = "RANDOM WEIGHTS, not a policy: " if policy.spec.random_weights else "policy: "
+        print(f"connected; {kind}{policy.spec.weights}", flush=True)
     return policy
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -330,6 +331,53 @@ def test_what_a_server_says_about_its_weights_is_kept() -> None:
         spec = connect(server.uri).spec
     assert spec.random_weights and spec.weights == "RANDOM WEIGHTS (tiny)"
     assert spec.details["server"]["weights_hash"] == "ab12" and spec.details["uri"] == server.uri
+
+
+def test_weights_are_known_where_the_greeting_has_no_room_for_them() -> None:
+    asked: list[str] = []
+    contract = {"weights": "RANDOM WEIGHTS (tiny)", "random_weights": True, "embodiment": "oxe_droid"}
+
+    def info(ws: Any, request: Any) -> Any:
+        if request.path != "/info":
+            return None
+        asked.append(request.headers["Authorization"])
+        return ws.respond(HTTPStatus.OK, json.dumps({"contract": contract}))
+
+    with ScriptServer(process_request=info) as server:
+        spec = connect(server.uri, api_key="k").spec
+        assert spec.random_weights and spec.weights == "RANDOM WEIGHTS (tiny)" and asked == ["Api-Key k"]
+        contract["embodiment"] = "yam"
+        with pytest.raises(ContractMismatch, match=r"yam.*oxe_droid"):
+            connect(server.uri, api_key="k")
+
+
+def test_a_server_that_came_back_and_does_not_say_yet_what_it_serves_is_asked_again() -> None:
+    silent: list[bool] = []
+
+    def info(ws: Any, request: Any) -> Any:
+        if request.path != "/info":
+            return None
+        return ws.respond(HTTPStatus.SERVICE_UNAVAILABLE if silent else HTTPStatus.OK, '{"contract": {"weights": "a"}}')
+
+    with ScriptServer(process_request=info) as server:
+        policy = connect(server.uri)
+        policy.infer(policy.open(), look())
+        server.drop()
+        silent.append(True)
+        for _ in range(2):
+            with pytest.raises(PolicyUnavailable):
+                policy.infer(policy.open(), look())
+        silent.clear()
+        policy.infer(policy.open(), look())
+
+
+@pytest.mark.parametrize("body", ["[]", "no json", '{"contract": 1}', "{}"])
+def test_what_other_servers_say_there_is_no_contract(body: str) -> None:
+    def info(ws: Any, request: Any) -> Any:
+        return ws.respond(HTTPStatus.OK, body) if request.path == "/info" else None
+
+    with ScriptServer(process_request=info) as server:
+        assert connect(server.uri).spec.weights == "of a policy server that does not name them"
 
 
 def test_pictures_are_as_large_as_the_server_wants_them() -> None:

@@ -30,8 +30,17 @@ from wam_policy_ros.contract.fakes import spec_of
 from wam_policy_ros.contract.history import FrameHistory
 from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec, ResetReason
 
-from .client_link import Cancel, Link, LinkConfig, never
-from .client_wire import MAX_TEXT, acknowledged, infer_request, profile, read_actions, read_greeting, reset_request
+from .client_link import Cancel, Link, LinkConfig, fetch_contract, never
+from .client_wire import (
+    MAX_TEXT,
+    UNNAMED,
+    acknowledged,
+    infer_request,
+    profile,
+    read_actions,
+    read_greeting,
+    reset_request,
+)
 from .codec import Codec, CodecError, pack, unpack
 
 Progress = Callable[[str, float], None]
@@ -219,7 +228,15 @@ class RemotePolicy:
         return self._link
 
     def _expect_same(self, spec: PolicySpec) -> None:
-        """A server that came back with other weights is not the one that was chosen. Raises ContractMismatch."""
+        """A server that came back with other weights is not the one that was chosen.
+
+        Raises:
+            ContractMismatch: it is another one.
+            PolicyUnavailable: it does not say, and did before.
+        """
+        if spec.weights == UNNAMED != self.spec.weights:
+            self.disconnect()
+            raise PolicyUnavailable(f"the policy server {self._config.link.uri} does not say what it serves")
         for name in ("cameras", "weights", "random_weights"):
             got, expected = getattr(spec, name), getattr(self.spec, name)
             if got != expected:
@@ -315,9 +332,12 @@ def _connect(config: ClientConfig, deadline_s: float, cancel: Cancel) -> tuple[L
             raise RemoteError("the policy server greets with an error", got=_first_line(greeting))
         expected = spec_of(get_embodiment(config.embodiment), weights="")
         try:
-            spec = read_greeting(unpack(greeting), expected, action_space=config.action_space)
+            said = unpack(greeting)
         except CodecError as error:
             raise RemoteError("the greeting of the policy server cannot be read", got=str(error)) from error
+        if isinstance(said, dict) and "contract" not in said:
+            said = {**said, "contract": fetch_contract(config.link)}
+        spec = read_greeting(said, expected, action_space=config.action_space)
     except BaseException:
         link.close()
         raise

@@ -6,12 +6,15 @@ every later one would be late by one. So a link that was left in the middle of a
 
 from __future__ import annotations
 
+import http.client
+import json
 import socket
 import struct
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI, WebSocketException
@@ -29,6 +32,9 @@ _REMEDIES = {
     403: "set server.api_key to the server's key",
     404: "check the path of server.uri, e.g. /v1/realtime/robot/openpi",
 }
+
+INFO_TIMEOUT_S = 1.0
+MAX_INFO_BYTES = 2**20
 
 Cancel = Callable[[], bool]
 
@@ -176,6 +182,29 @@ class Link:
             got=got,
             remedy="it is tried again; check that it runs and that server.uri is right",
         )
+
+
+def fetch_contract(config: LinkConfig) -> dict[str, Any]:
+    """What a server of this package says at ``/info``, for dialects whose greeting has no room for it.
+
+    Returns:
+        Its contract; empty for every other server, and when there is no answer at once.
+    """
+    parts = urlsplit(config.uri)
+    kind = http.client.HTTPSConnection if parts.scheme == "wss" else http.client.HTTPConnection
+    connection = kind(str(parts.hostname), parts.port, timeout=INFO_TIMEOUT_S)
+    headers = {"Authorization": f"Api-Key {config.api_key}"} if config.api_key else {}
+    try:
+        connection.request("GET", "/info", headers=headers)
+        response = connection.getresponse()
+        body = response.read(MAX_INFO_BYTES + 1)
+        info = json.loads(body) if response.status == 200 and len(body) <= MAX_INFO_BYTES else None
+    except (OSError, http.client.HTTPException, ValueError):
+        return {}
+    finally:
+        connection.close()
+    contract = info.get("contract") if isinstance(info, dict) else None
+    return contract if isinstance(contract, dict) else {}
 
 
 def _gone(error: ConnectionClosed) -> str:

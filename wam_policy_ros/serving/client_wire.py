@@ -13,6 +13,8 @@ import numpy.typing as npt
 from wam_policy_ros.contract.errors import ChunkError, ConfigError, ContractMismatch, RemoteError
 from wam_policy_ros.contract.interface import CameraSpec, Observation, PolicySpec
 
+UNNAMED = "of a policy server that does not name them"
+
 MAX_TEXT = 500
 """Characters of a server's error that are kept."""
 
@@ -113,7 +115,7 @@ def read_greeting(greeting: object, expected: PolicySpec, *, action_space: str =
     return replace(
         expected,
         cameras=tuple(_sized(c, greeting.get("image_resolution")) for c in expected.cameras),
-        weights=str(weights) if weights else "of a policy server that does not name them",
+        weights=str(weights) if weights else UNNAMED,
         random_weights=bool(contract.get("random_weights", greeting.get("random_weights", False))),
         details={"server": {str(k): v for k, v in known.items() if isinstance(v, bool | int | float | str)}},
     )
