@@ -21,6 +21,10 @@ from wam_policy_ros.serving.codec import pack
 from .case import Case, Unavailable
 
 REPLY_S = 60.0
+KEYS = (
+    *(f"observation/{camera}" for camera in ("exterior_image_0_left", "exterior_image_1_left", "wrist_image_left")),
+    *("observation/joint_position", "observation/gripper_position", "prompt", "session_id", "endpoint"),
+)
 
 
 class Counted:
@@ -70,7 +74,7 @@ def remembering(config: Mapping[str, Any]) -> RememberingPolicy:
 
 def valid_request(config: Mapping[str, Any], session: str = "another session") -> dict[str, Any]:
     height, width = config["model_image_hw"]
-    keys = config["server"]["keys"]
+    keys = config.get("server", {}).get("keys") or KEYS
     picture = np.full((height, width, 3), 127, np.uint8)
     values = {"observation/joint_position": np.zeros(7), "observation/gripper_position": np.zeros(1)}
     values |= {"prompt": "pick up the cup", "session_id": session, "endpoint": "infer"}

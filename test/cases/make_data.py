@@ -14,6 +14,8 @@ import yaml
 
 from test.recordings import T0, Message, image, joints, picture, write
 
+from .make_requests import requests
+
 DATA = Path(__file__).parent / "data"
 ARM = [f"axis_{c}" for c in "abcdefg"]
 FINGER = "jaw"
@@ -381,7 +383,7 @@ def main() -> None:
     shutil.rmtree(DATA, ignore_errors=True)
     DATA.mkdir()
     (DATA / "reference_config.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False), encoding="utf-8")
-    cases = [*recordings(), *chunks(), *texts()]
+    cases = [*recordings(), *chunks(), *texts(), *requests(DATA)]
     (DATA / "index.json").write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
