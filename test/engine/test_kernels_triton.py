@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from wam_policy_ros.engine.fp8 import E4M3FN, E4M3FNUZ, fp8_for
@@ -88,16 +88,22 @@ forms = st.sampled_from("ftn")
 
 
 @drawn
+@example(
+    shape=(1, 2), width=40, form="n", dtype=torch.float32, raw=torch.float32, gate=False, modulated=False,
+    affine=False, video=1, fp8=FP8, mean=20.0, seed=0,
+)  # fmt: skip
 @given(
     shape=shapes, width=widths, form=st.sampled_from("ftn-"), dtype=st.sampled_from(FLOATS),
     raw=st.sampled_from(FLOATS), gate=st.booleans(), modulated=st.booleans(), affine=st.booleans(),
-    video=st.integers(0, 5), fp8=st.sampled_from([None, *FORMATS]), seed=st.integers(0, 99),
+    video=st.integers(0, 5), fp8=st.sampled_from([None, *FORMATS]), mean=st.sampled_from([0.0, 20.0]),
+    seed=st.integers(0, 99),
 )  # fmt: skip
-def test_residual_norm(shape, width, form, dtype, raw, gate, modulated, affine, video, fp8, seed):
+def test_residual_norm(shape, width, form, dtype, raw, gate, modulated, affine, video, fp8, mean, seed):
     torch.manual_seed(seed)
     branches, tokens = shape
     rows = branches * tokens
-    x = _random(rows, width, dtype=dtype)
+    # A mean far from zero would show in the scale if anything past the end of a row were counted.
+    x = _random(rows, width, dtype=dtype) + mean
     y = None if form == "-" else _product(rows, width, raw, form)
     arguments = {
         # Cut out of a table of all modulations: groups are further apart than a row.
@@ -202,6 +208,10 @@ def test_qk_norm_rope_store(shape, heads, start, dtype, form, output, seed):
 
 
 @drawn
+@example(
+    shape=(2, 5), form="n", dtype=torch.float32, heads=(4, 16), image=9, shared=True, words=(3, 70), padded=True,
+    fp8=None, seed=0,
+)  # fmt: skip
 @given(
     shape=st.tuples(st.integers(1, 2), st.sampled_from([1, 5, 33])), form=forms, dtype=st.sampled_from(FLOATS),
     heads=st.sampled_from([(4, 16), (2, 12), (1, 128)]), image=st.sampled_from([1, 9, 64, 65, 257]),
