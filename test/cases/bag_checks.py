@@ -7,8 +7,10 @@ import re
 from typing import Any
 
 import numpy as np
+import yaml
 
-from wam_policy_ros.ros.encodings import SUPPORTED
+from wam_policy_ros.ros.encodings import BY_NAME, SUPPORTED
+from wam_policy_ros.ros.parameters import NodeParameters
 from wam_policy_ros.ros.virtual import CLOCK_TOPIC
 
 from . import robot
@@ -65,7 +67,7 @@ def checks(played: Played) -> dict[str, Check]:
         return f"{words} never said"
 
     def age(expected: Any, case: Case, outcome: Outcome) -> str | None:
-        ages = [float(n) for s in played.said for n in re.findall(r"(\d+(?:\.\d+)?) s ago", s.reason)]
+        ages = [float(n) for s in played.said for n in re.findall(r"(\d+(?:\.\d+)?) s (?:ago|ahead)", s.reason)]
         return None if any(abs(a - expected) <= max(1.0, expected * 1e-3) for a in ages) else f"said {ages}"
 
     def hold_from(expected: Any, case: Case, outcome: Outcome) -> str | None:
@@ -231,19 +233,35 @@ def _warned_once(played: Played) -> Check:
 
 
 def _option(played: Played) -> Check:
+    """The recording is sound with an option that the text names: it is played again with it."""
+
     def check(expected: Any, case: Case, outcome: Outcome) -> str | None:
         text = str(expected)
-        if "min_image_std" in text or "min_std" in text:
-            return None  # frames_used_when_gated_from plays it
-        if match := re.search(r"stamp_source:?\s*(\w+)", text):
-            again = play(case, sync__stamp_source=match[1])
-            return None if "accept" in verdicts(again) else f"{verdicts(again)} with it: {again.message[:1000]}"
-        if match := re.search(r"encoding[s]?:?\s*(\w+)", text):
-            again = play(case, image__encodings=["auto", "auto", match[1]])
-            return None if "accept" in verdicts(again) else f"{verdicts(again)} with it: {again.message[:1000]}"
-        return "the runner does not know this option"
+        changes: dict[str, Any] = {"image__min_std": 1.0} if "min_std" in text or "min_image_std" in text else {}
+        changes = changes or _changes(played, text)
+        if not changes:
+            return "the runner does not know this option"
+        again = play(case, **changes)
+        return None if "accept" in verdicts(again) else f"{verdicts(again)} with {changes}: {again.message[:1000]}"
 
     return check
+
+
+def _changes(played: Played, text: str) -> dict[str, Any]:
+    """Parameters, dots written as ``__``, that a text speaks of: ``stamp_source: receive``, an encoding, a half of a
+    side-by-side picture, or the last part of a parameter's name with its value."""
+    cameras = [c for c in robot.CAMERAS if c in text] or [c for c, n in robot.CAMERAS.items() if n in played.drops]
+    encoding = next((e for e in BY_NAME if re.search(rf"\b{e}\b", text)), None)
+    if encoding is not None:
+        return {"image__encodings": [encoding if c in (cameras or ["wrist"]) else "auto" for c in robot.CAMERAS]}
+    if half := re.search(r"\b(left|right)\b", text):
+        return {"image__views": [half[1] if c in (cameras or ["wrist"]) else "whole" for c in robot.CAMERAS]}
+    out = {}
+    for name, value in re.findall(r"([a-z_]+)\s*[:=]\s*([\w.]+)", text):
+        full = next((f for f in NodeParameters.names() if f.rsplit(".", 1)[-1] == name or f == name), None)
+        if full is not None:
+            out[full.replace(".", "__")] = yaml.safe_load(value)
+    return out
 
 
 def _gated_from(played: Played) -> Check:

@@ -182,7 +182,7 @@ def _explained(played: Played, said: Any) -> bool:
 
 def _sane(played: Played) -> None:
     """What holds for every recording: nothing is made up, and no age is absurd."""
-    for number in re.findall(r"(-?\d+(?:\.\d+)?) s ago", played.message):
+    for number in re.findall(r"(-?\d+(?:\.\d+)?) s (?:ago|ahead)", played.message):
         assert 0 <= float(number) < 1e8, f"an age of {number} s: {played.message}"
     for call in played.calls:
         assert call.observation is not None, call.result.error

@@ -132,6 +132,7 @@ def recordings() -> list[dict[str, Any]]:
             "other_cameras_ok": True,
             "status": "waiting for wrist",
             "trajectories_published": 0,
+            "option": "encoding override bayer_grbg8 for the wrist",
         },
     )
     compressed = {"format": "32FC1; compressedDepth png", "data": depth}
@@ -265,6 +266,30 @@ def recordings() -> list[dict[str, Any]]:
         "simulated time, but no /clock",
         {"within_wall_s": 5, "status_mentions": "/clock"},
         use_sim_time=True,
+    )
+    ahead = scene(0.8, wrist=lambda k, t: image(t, CAMERAS["wrist"], SCENE, stamp_s=t + 3.0))
+    case(
+        "TIM-109",
+        ahead,
+        "hold",
+        "the wrist camera's clock is 3 s ahead",
+        {"status_names": ["wrist", "/cams/hand"], "says_age_about_s": 3, "option": "stamp_source: receive"},
+    )
+    silent = [m for m in scene(4.0) if m.kind != "joints" or not 1.05 < m.at_s < 2.55]
+    case(
+        "TIM-110",
+        silent,
+        "hold",
+        "the joints are silent for 1.6 s and come back",
+        {"hold_from_s": 1.35, "tolerance_s": 0.1, "status_names": "/robot/joint_states", "resumes_by_s": 3.2},
+    )
+    both = scene(0.8, wrist=lambda k, t: image(t, CAMERAS["wrist"], picture(12, 32)))
+    case(
+        "ROS-114",
+        both,
+        "accept",
+        "two pictures side by side on the wrist's topic",
+        {"warn": "side by side", "option": "the left half for the wrist", "each_camera_resized_to": [180, 320]},
     )
     out = []
     for id_, messages, entry in made:
