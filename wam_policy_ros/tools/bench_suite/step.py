@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from wam_policy_ros.contract.errors import ConfigError, WamError
-from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.config import NUM_STEPS, EngineConfig
-from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
+from wam_policy_ros.engine.policy import DreamZeroPolicy
 from wam_policy_ros.engine.step_schedule import fixed_steps
 from wam_policy_ros.tools.provenance import provenance
 
 from . import cold, flops, trace
 from .ceilings import measure_ceilings
 from .configurations import CONFIGURATIONS, engine_config, parse_changes
+from .network import add_network_arguments, build, configuration_names, on_a_gpu, reconfigured
 from .records import append_history, load_anchors, write_json
 from .table import summary
 from .windows import measure, observation_at
@@ -56,25 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", type=Path, metavar="FILE", help="default bench/history.jsonl")
 
 
-def add_network_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which network, where."""
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--checkpoint", help="checkpoint folder")
-    source.add_argument("--network", choices=["tiny", "14b"], default="tiny", help="random weights of this size")
-    parser.add_argument("--tokenizer", help="folder with tokenizer.json")
-    parser.add_argument("--embodiment", default="oxe_droid")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-
-
 def run(args: argparse.Namespace) -> int:
-    names, evaluations, changes = _names(args.config), _numbers(args.evaluations), parse_changes(args.set)
+    names, evaluations, changes = configuration_names(args.config), _numbers(args.evaluations), parse_changes(args.set)
     changes |= {} if args.dtype == "auto" else {"dtype": args.dtype}
     if args.cold_child:
         return _cold_child(args, names[0], evaluations[0], changes)
     report: dict[str, Any] = {"cold": {}, "rows": []}
     anchors = load_anchors(args.anchors).get("upstream_ms", {})
-    for name in _names(args.cold) if args.cold else []:
+    for name in configuration_names(args.cold) if args.cold else []:
         report["cold"][name] = cold.run_cold(_words(args, name, evaluations[-1]))
         print(
             f"  cold start of {name}: {report['cold'][name]['process_start_to_first_chunk_s']:.1f} s", file=sys.stderr
@@ -82,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     # In this order one network serves all: FP8 takes the weights over.
     names = [n for n in CONFIGURATIONS if n in names]
     begin = time.perf_counter()
-    policy = _build(args, engine_config(names[0], evaluations[0], gpu=_gpu(args.device), changes=changes))
+    policy = build(args, engine_config(names[0], evaluations[0], gpu=on_a_gpu(args.device), changes=changes))
     device = policy.network.device
     report |= {
         "video": not args.no_video,
@@ -102,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         for count in evaluations:
             config = engine_config(name, count, gpu=device.type == "cuda", changes=changes)
             try:
-                policy = _reconfigured(policy, config)
+                policy = reconfigured(policy, config)
                 row = _row(policy, name, count, args)
             except (WamError, RuntimeError) as error:  # the other rows cost minutes of a GPU: keep them
                 row = {"configuration": name, "evaluations": count, "error": f"{type(error).__name__}: {error}"}
@@ -191,7 +180,7 @@ def _one_step(policy: DreamZeroPolicy, position: int = 4, *, want_video: bool = 
 
 def _cold_child(args: argparse.Namespace, name: str, count: int, changes: dict[str, Any]) -> int:
     import_s = cold.process_age_s()
-    policy = _build(args, engine_config(name, count, gpu=_gpu(args.device), changes=changes))
+    policy = build(args, engine_config(name, count, gpu=on_a_gpu(args.device), changes=changes))
     built_s = cold.process_age_s()
     session = policy.open()
     policy.infer(session, observation_at(policy, 0))
@@ -208,34 +197,6 @@ def _words(args: argparse.Namespace, name: str, count: int) -> list[str]:
     words += ["--checkpoint", args.checkpoint] if args.checkpoint else ["--network", args.network]
     words += ["--embodiment", args.embodiment] + (["--tokenizer", args.tokenizer] if args.tokenizer else [])
     return words + [w for change in args.set for w in ("--set", change)]
-
-
-def _build(args: argparse.Namespace, config: Any) -> DreamZeroPolicy:
-    return build_policy(
-        embodiment=args.embodiment,
-        checkpoint=args.checkpoint,
-        random_weights=None if args.checkpoint else args.network,
-        tokenizer=args.tokenizer,
-        device=args.device,
-        config=config,
-        progress=lambda text, fraction: print(f"\r  {text} {fraction:.0%}   ", end="", file=sys.stderr),
-    )
-
-
-def _reconfigured(policy: DreamZeroPolicy, config: Any) -> DreamZeroPolicy:
-    """The same network run as ``config`` says."""
-    return policy if policy.config == config else with_config(policy, **vars(config))
-
-
-def _gpu(device: str) -> bool:
-    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-
-
-def _names(text: str) -> list[str]:
-    names = [n.strip() for n in text.split(",") if n.strip()]
-    if unknown := [n for n in names if n not in CONFIGURATIONS] or ([] if names else ["nothing"]):
-        raise ConfigError("unknown configuration", got=unknown, expected=f"some of {list(CONFIGURATIONS)}")
-    return names
 
 
 def _numbers(text: str) -> list[int]:

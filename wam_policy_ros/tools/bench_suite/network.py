@@ -1,0 +1,54 @@
+"""The network a measurement runs on: built once, run in several ways."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.engine.build import build_policy
+from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
+
+from .configurations import CONFIGURATIONS
+
+
+def add_network_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which network, where."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--checkpoint", help="checkpoint folder")
+    source.add_argument("--network", choices=["tiny", "14b"], default="tiny", help="random weights of this size")
+    parser.add_argument("--tokenizer", help="folder with tokenizer.json")
+    parser.add_argument("--embodiment", default="oxe_droid")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+
+
+def build(args: argparse.Namespace, config: EngineConfig) -> DreamZeroPolicy:
+    return build_policy(
+        embodiment=args.embodiment,
+        checkpoint=args.checkpoint,
+        random_weights=None if args.checkpoint else args.network,
+        tokenizer=args.tokenizer,
+        device=args.device,
+        config=config,
+        progress=lambda text, fraction: print(f"\r  {text} {fraction:.0%}   ", end="", file=sys.stderr),
+    )
+
+
+def reconfigured(policy: DreamZeroPolicy, config: EngineConfig) -> DreamZeroPolicy:
+    """The same network run as ``config`` says."""
+    return policy if policy.config == config else with_config(policy, **vars(config))
+
+
+def on_a_gpu(device: str) -> bool:
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def configuration_names(text: str) -> list[str]:
+    names = [n.strip() for n in text.split(",") if n.strip()]
+    if unknown := [n for n in names if n not in CONFIGURATIONS] or ([] if names else ["nothing"]):
+        raise ConfigError("unknown configuration", got=unknown, expected=f"some of {list(CONFIGURATIONS)}")
+    return names
