@@ -40,6 +40,7 @@ def test_demo_without_anything_given(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert min(f[:352, :640].std() for f in frames) > 5, "the observed side is empty"
     assert max(f[:352, 640:].std() for f in frames) > 5, "no predicted frame was drawn"
     assert (report / "trajectory.png").stat().st_size > 10_000
+    assert 20_000 < (report / "dashboard.png").stat().st_size < 400_000
 
     recording = Recording.load(report / "clip_robot.npz")
     chunk = next(t for t in recording.trajectories if len(t.positions) > 1)

@@ -42,6 +42,7 @@ class Recorder:
         self.joints: list[tuple[float, np.ndarray]] = []
         self.frames: list[tuple[float, np.ndarray]] = []
         self.pictures: dict[str, list[tuple[float, int, np.ndarray]]] = {"observed": [], "predicted": []}
+        self.statuses: list[tuple[float, str]] = []
 
     def write(self, folder: Path) -> Path:
         """``<folder>/clip_robot.npz``, without pickles. Ragged lists are stored one array per entry."""
@@ -62,6 +63,8 @@ class Recorder:
             out[f"{name}_stamp_ns"] = np.array([s for _, s, _ in pictures], dtype=np.int64)
             same = [p for _, _, p in pictures if p.shape == pictures[0][2].shape]
             out[f"{name}_images"] = np.array(same, dtype=np.uint8)
+        out["status_arrival_s"] = np.array([t for t, _ in self.statuses])
+        out["status_texts"] = np.array([text for _, text in self.statuses], dtype=np.str_)
         path = folder / "clip_robot.npz"
         np.savez_compressed(path, allow_pickle=False, **out)
         return path
@@ -110,6 +113,7 @@ class ClipRobot(Node):
                 self.create_subscription(
                     Image, f"{options.node}/{topic}/image_raw", lambda m, n=name: self._on_picture(n, m), many
                 )
+            self.create_subscription(String, f"{options.node}/status", self._on_status, latched_qos())
         if options.prompt is not None:
             self._prompt = self.create_publisher(String, f"{options.node}/prompt", latched_qos())
             self._prompt.publish(String(data=options.prompt))
@@ -189,6 +193,9 @@ class ClipRobot(Node):
         elif shown != before:
             line = f"{self._now_s():8.3f}s  node {state.get('lifecycle')}, {state.get('substate')}: "
             self._say(line + str(state.get("fault") or state.get("reason") or ""))
+
+    def _on_status(self, msg: String) -> None:
+        self.recorder.statuses.append((self._now_s(), msg.data))
 
     def _on_picture(self, name: str, msg: Image) -> None:
         image = image_to_rgb(msg, name)

@@ -23,6 +23,7 @@ import numpy as np
 
 from wam_policy_ros.contract.errors import ConfigError
 
+from .dashboard import write_dashboard
 from .report import Recording, write_plot, write_video
 from .up import config_file
 
@@ -34,7 +35,7 @@ HONEST = (
 INSTRUCTION = "pick up the block and put it in the bowl"
 # Its own namespace and domain: nothing of a demo may reach a robot on the same host or network.
 NAMESPACE = "wam_demo"
-REPORT_FILES = ("demo.mp4", "trajectory.png", "summary.json", "node.log", "clip_robot.npz")
+REPORT_FILES = ("demo.mp4", "trajectory.png", "dashboard.png", "summary.json", "node.log", "clip_robot.npz")
 # The robot is simulated and shares a few cores with the node: a late message means a busy host, not a dead camera.
 PATIENCE = {"sync.max_age_s": "1.0", "sync.joint_max_age_s": "1.0", "sync.max_skew_s": "0.2"}
 
@@ -151,6 +152,7 @@ def _report(args: argparse.Namespace, random_weights: bool) -> int:
     print("\ndrawing the report ...", flush=True)
     frames = write_video(recording, args.report / "demo.mp4", f"{weights} | {args.instruction[:90]}")
     write_plot(recording, args.report / "trajectory.png", f"published joint trajectories ({weights})")
+    write_dashboard(recording, args.report / "dashboard.png", weights)
     intervals = np.diff([t.arrival_s for t in chunks])
     spacing = {"p50": float(np.median(intervals)), "max": float(intervals.max())} if len(intervals) else {}
     summary = {
@@ -168,7 +170,7 @@ def _report(args: argparse.Namespace, random_weights: bool) -> int:
         + (f", median spacing {np.median(intervals):.2f} s" if len(intervals) else "")
     )
     print(f"camera frames sent: {frames}, predicted frames received: {len(recording.predicted)}")
-    for name in ("demo.mp4", "trajectory.png", "summary.json", "node.log"):
+    for name in ("demo.mp4", "trajectory.png", "dashboard.png", "summary.json", "node.log"):
         print(f"  {args.report / name}")
     if random_weights:
         print("Reminder: random weights. Nothing above says anything about how well DreamZero moves a robot.")

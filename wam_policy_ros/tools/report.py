@@ -38,6 +38,7 @@ class Recording:
     Attributes:
         frames: uint8 ``[T, cameras, h, w, 3]``, at ``frame_s``.
         predicted: uint8 ``[P, h, w, 3]``, each due at ``predicted_s``.
+        statuses: texts of ``~/status``, received at ``status_s``.
     """
 
     joint_names: tuple[str, ...]
@@ -49,6 +50,8 @@ class Recording:
     frames: Pixels
     predicted_s: npt.NDArray[np.float64]
     predicted: Pixels
+    status_s: npt.NDArray[np.float64]
+    statuses: tuple[str, ...]
 
     @classmethod
     def load(cls, path: Path) -> Recording:
@@ -71,6 +74,8 @@ class Recording:
                 frames=data["frames"],
                 predicted_s=(data["predicted_stamp_ns"] - offset_ns) * 1e-9,
                 predicted=data["predicted_images"],
+                status_s=data["status_arrival_s"],
+                statuses=tuple(map(str, data["status_texts"])),
             )
 
 
