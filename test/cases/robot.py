@@ -63,10 +63,11 @@ def limits(config: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of the limits, as far as this node has them."""
     known = NodeParameters.names()
     low, high = config["robot"]["arm_limits_rad"]
-    arm, finger = len(config["robot"]["arm_joints"]), config["robot"]["gripper_range_m"]
+    arm = len(config["robot"]["arm_joints"])
     wanted = {
-        "safety.position_min": [low] * arm + [finger[0]],
-        "safety.position_max": [high] * arm + [finger[1]],
+        "safety.position_min": [float(low)] * arm,
+        "safety.position_max": [float(high)] * arm,
+        "safety.max_velocity": [float(config["robot"]["arm_vmax_rad_s"])] * arm,
     }
     return {name: value for name, value in wanted.items() if name in known}
 
