@@ -73,7 +73,7 @@ def test_both_storages_give_the_same_chunks(tmp_path: Path, storage: str) -> Non
     assert data["published"]["trajectories"] >= 4 and data["fault"] == "" and data["counters"]["late"] == 0
     # 8 steps of 1/15 s from an observation until the next one's chunk takes over, and that chunk takes 0.2 s.
     at_s = np.array([done.elapsed_s(s.at_ns) for s in done.journal.sent if not s.hold])
-    assert at_s[0] == pytest.approx(0.2, abs=0.1) and np.diff(at_s[1:5]) == pytest.approx(8 / 15 - 0.2, abs=0.06)
+    assert 0.2 < at_s[0] < 0.45 and np.diff(at_s[1:5]) == pytest.approx(8 / 15 - 0.2, abs=0.06)
     plan = done.journal.sent[0].plan
     assert plan.names == tuple(NAMES) and plan.positions == pytest.approx(np.full((24, 8), 0.04))
     seen = done.worker.calls[0].observation

@@ -19,6 +19,7 @@ import numpy as np
 import yaml
 
 from wam_policy_ros.contract.errors import ConfigError, WamError
+from wam_policy_ros.contract.fakes import example_observation
 from wam_policy_ros.contract.interface import Policy
 
 from .backend import make_policy
@@ -41,6 +42,7 @@ def replay(
     namespace: str = "",
     simulated: bool | None = None,
     latency_s: Callable[[int, float], float] = lambda call, measured_s: measured_s,
+    warm_up_s: tuple[float, ...] = (),
     tail_s: float = TAIL_S,
     tick_phase_s: float = 0.0,
     keep_observations: bool = False,
@@ -51,7 +53,7 @@ def replay(
     Args:
         namespace: of the node, for its relative topics.
         simulated: the node's clock is /clock; None: when the recording has one.
-        latency_s: how long each step takes, see ``VirtualWorker``.
+        latency_s, warm_up_s: how long each step takes, see ``VirtualWorker``.
         tail_s: how long the node goes on after the last message.
         tick_phase_s: when the first control tick comes, after the first message.
         keep_observations: keep what the policy saw.
@@ -69,6 +71,7 @@ def replay(
         start_ns=contents.start_ns,
         simulated=simulated,
         latency_s=latency_s,
+        warm_up_s=warm_up_s,
         tick_phase_s=tick_phase_s,
         resolve=lambda topic: full_name(topic, namespace),
     )
@@ -80,6 +83,22 @@ def replay(
         on_message(run, topic, msg)
     run.advance(contents.duration_s + tail_s)
     return run
+
+
+def warm_up(policy: Policy) -> tuple[float, ...]:
+    """Duration of a first and of a later call, in a throwaway session, as the node makes them before it is active."""
+    spec, session, out = policy.spec, policy.open(), []
+    step_ns = 1e9 / spec.control_rate_hz
+    try:
+        for call, frames in enumerate((1, len(spec.frame_offsets))):
+            stamp_ns = 10**9 - round(min(spec.frame_offsets) * step_ns) * (call + 1)
+            observation = example_observation(spec, frames=frames, stamp_ns=stamp_ns)
+            start_s = time.perf_counter()
+            policy.infer(session, observation, cancelled=lambda: False)
+            out.append(time.perf_counter() - start_s)
+    finally:
+        policy.close(session)
+    return tuple(out)
 
 
 def full_name(topic: str, namespace: str) -> str:
@@ -260,6 +279,7 @@ def run(args: argparse.Namespace) -> int:
             namespace=args.namespace,
             simulated=simulated,
             latency_s=lambda call, measured_s: measured_s if fixed_s is None else fixed_s,
+            warm_up_s=warm_up(policy) if fixed_s is None else (fixed_s, fixed_s),
         )
         data = report(done, contents, policy)
         done.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wam_policy_ros.contract.errors import EngineError, WamError
@@ -73,11 +73,19 @@ class VirtualWorker:
         latency_s: tells from the number of the call (0-based) and its measured duration how long it takes. ``inf``: it
             is never answered.
         clock: read at every call.
+        warm_up_s: duration of a first and of a later call, as a node measures them before it is active.
     """
 
-    def __init__(self, policy: Policy, latency_s: Callable[[int, float], float], clock: VirtualClock) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        latency_s: Callable[[int, float], float],
+        clock: VirtualClock,
+        warm_up_s: tuple[float, ...] = (),
+    ) -> None:
         self._policy, self._latency_s, self._clock = policy, latency_s, clock
-        self.status = WorkerStatus(phase=Phase.READY, message="ready", fraction=1.0, spec=policy.spec)
+        ready = WorkerStatus(phase=Phase.READY, message="ready", fraction=1.0, spec=policy.spec)
+        self.status = replace(ready, warm_up_s=warm_up_s)
         self.superseded = self.after_step_skipped = 0
         self.calls: list[Call] = []
         self.keep_observations = False
@@ -193,7 +201,7 @@ class VirtualRun:
         policy: what drives the robot.
         start_ns: the node's clock at the beginning.
         simulated: the node's clock is /clock.
-        latency_s: see ``VirtualWorker``.
+        latency_s, warm_up_s: see ``VirtualWorker``.
         tick_phase_s: when the first control tick comes.
         resolve: topic -> its full name.
 
@@ -211,12 +219,13 @@ class VirtualRun:
         start_ns: int,
         simulated: bool = False,
         latency_s: Callable[[int, float], float] = lambda call, measured_s: measured_s,
+        warm_up_s: tuple[float, ...] = (),
         tick_phase_s: float = 0.0,
         resolve: Callable[[str], str] = lambda topic: topic,
     ) -> None:
         self.clock = VirtualClock(start_ns=start_ns, simulated=simulated)
         self.journal = Journal()
-        self.worker = VirtualWorker(policy, latency_s, self.clock)
+        self.worker = VirtualWorker(policy, latency_s, self.clock, warm_up_s)
         self._active = False
         self.robot = assemble(
             params,
