@@ -21,6 +21,8 @@ from .conftest import wait_for
 from .harness import CAMERAS, System
 from .test_inputs import FRAME_NS, Rig, at, image, ms
 
+SERVING = {"addresses": ["ws://127.0.0.1:8000"], "connections": 1, "sessions": 1, "trouble": ""}
+
 
 def parts(state: dict[str, Any]) -> dict[str, Status]:
     return {status.part: status for status in diagnose(state)}
@@ -85,8 +87,17 @@ def test_a_running_node_is_ok_with_rates_ages_and_latencies() -> None:
         ({"loading": {"phase": "failed", "message": "no shard", "fraction": 0.1}}, "policy", Level.ERROR, "no shard"),
         ({"loading": {"phase": "loading", "message": "w", "fraction": 0.5}}, "policy", Level.WARN, "loading: w (50%)"),
         ({"policy": {"random_weights": True, "weights": "RANDOM"}}, "policy", Level.WARN, "not a policy: RANDOM"),
-        ({"server": {"message": "serving on 127.0.0.1:8000"}}, "server", Level.OK, "serving on"),
-        ({"server": {"problem": "port in use"}}, "server", Level.ERROR, "port in use"),
+        ({"openpi": SERVING}, "server", Level.OK, "serving on ws://127.0.0.1:8000"),
+        ({"openpi": {**SERVING, "trouble": "a call hangs"}}, "server", Level.ERROR, "a call hangs"),
+        (
+            {
+                "openpi": {**SERVING, "trouble": "the policy loads"},
+                "loading": {"phase": "loading", "message": "w", "fraction": 0.5},
+            },
+            "server",
+            Level.WARN,
+            "loads",
+        ),
     ],
 )
 def test_levels(changes: dict[str, Any], part: str, level: Level, says: str) -> None:

@@ -132,13 +132,15 @@ def _controller(state: State) -> Status:
 
 
 def _server(state: State) -> Status:
-    server = state.get("server")
+    server = state.get("openpi")
     if not server:
         return Status("server", Level.OK, "no OpenPI endpoint configured")
-    values = {str(k): str(v) for k, v in server.items() if k != "problem"}
-    if problem := server.get("problem"):
-        return Status("server", Level.ERROR, str(problem), values)
-    return Status("server", Level.OK, str(server.get("message", "serving")), values)
+    addresses = ", ".join(server["addresses"])
+    values = {"addresses": addresses, **{k: str(server[k]) for k in ("connections", "sessions")}}
+    if trouble := server.get("trouble"):
+        loads = (state.get("loading") or {}).get("phase") in ("loading", "warming up")
+        return Status("server", Level.WARN if loads else Level.ERROR, str(trouble), values)
+    return Status("server", Level.OK, f"serving on {addresses}", values)
 
 
 def drops_text(dropped: Mapping[str, int]) -> str:

@@ -69,6 +69,10 @@ def _policy(state: State) -> list[str]:
     out += _field("prompt", repr(state.get("prompt", "")))
     if state.get("session"):
         out += _field("session", f"{state['session'][:8]}, step {state.get('step')}")
+    if server := state.get("openpi"):
+        clients = f"{server['connections']} connections, {server['sessions']} sessions"
+        trouble = f"; {server['trouble']}" if server.get("trouble") else ""
+        out += _field("server", f"{', '.join(server['addresses'])}: {clients}{trouble}")
     return out
 
 
