@@ -6,6 +6,7 @@ Cleaning (Unicode repair, HTML entities, whitespace) happens afterwards, on the 
 from __future__ import annotations
 
 import ast
+import functools
 
 from .errors import ConfigError, PromptError
 
@@ -66,6 +67,7 @@ def parse_instruction(instruction: str | bytes) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=64)  # an episode says the same again at every call, and to parse it costs 0.1 ms
 def _literal_value(text: str) -> str:
     try:
         value = ast.literal_eval(text)

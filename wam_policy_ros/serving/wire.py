@@ -224,9 +224,9 @@ class RequestReader:
         if image is None:
             remedy = "an image is never made up; check the key"
             raise MissingInput(f"{key} is missing", field=key, got=_shown(request), expected=LAYOUT, remedy=remedy)
-        got = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
         if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
-            raise InvalidImage(f"{key}: not an array of uint8", field=key, got=got, expected=LAYOUT)
+            raise InvalidImage(f"{key}: not an array of uint8", field=key, got=_got(image), expected=LAYOUT)
+        given = image
         if image.ndim == 3:
             image = image[None]
         if image.ndim != 4 or image.shape[3] != 3 or 0 in image.shape:
@@ -235,9 +235,11 @@ class RequestReader:
                 hint = " (these look like channels first)"
             what = f"{key}: wrong image layout{hint}"
             remedy = "no batch axis, no alpha, height before width, RGB"
-            raise InvalidImage(what, field=key, got=got, expected=LAYOUT, remedy=remedy)
+            raise InvalidImage(what, field=key, got=_got(given), expected=LAYOUT, remedy=remedy)
         if len(image) > self._rules.max_frames:
-            raise InvalidImage(f"{key}: too many frames", field=key, got=got, expected=f"T <= {self._rules.max_frames}")
+            raise InvalidImage(
+                f"{key}: too many frames", field=key, got=_got(given), expected=f"T <= {self._rules.max_frames}"
+            )
         size = (camera.height, camera.width)
         if image.shape[1:3] == size:
             return image
@@ -250,7 +252,9 @@ class RequestReader:
                 remedy="resize before sending, or start the server with resize: pad or stretch",
             )
         if image.shape[1] * image.shape[2] > self._rules.max_pixels:
-            raise InvalidImage(f"{key}: too large", field=key, got=got, expected=f"<= {self._rules.max_pixels} pixels")
+            raise InvalidImage(
+                f"{key}: too large", field=key, got=_got(given), expected=f"<= {self._rules.max_pixels} pixels"
+            )
         # Imported here: only servers that resize need it.
         from .resize import resize
 
@@ -308,6 +312,11 @@ class RequestReader:
             )
         parse_instruction(value)  # for its errors; the policy parses it again, with its own template
         return value
+
+
+def _got(value: object) -> str:
+    """Only where there is an error: to write a dtype costs more than to check it."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def _flat(request: Mapping[Any, Any], prefix: str = "", depth: int = 4) -> dict[str, Any]:

@@ -97,10 +97,11 @@ def run_plain(policy_s: float) -> None:
 
     async def main() -> None:
         async with serve(handle, "127.0.0.1", 0, compression=None, max_size=None) as server:
+            end = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end.set)
             _say(next(iter(server.sockets)).getsockname()[1])
-            await asyncio.get_running_loop().create_future()
+            await end.wait()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     asyncio.run(main())
 
 
