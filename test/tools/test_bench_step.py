@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from wam_policy_ros.contract.errors import ConfigError, EngineError
-from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.tools.bench_suite import cold, flops, step, trace
 from wam_policy_ros.tools.bench_suite.ceilings import best
 from wam_policy_ros.tools.bench_suite.configurations import engine_config, parse_changes
@@ -19,7 +18,7 @@ from wam_policy_ros.tools.main import main
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, smaller_network):
     """One run with everything; (report, folder)."""
     folder = tmp_path_factory.mktemp("bench")
     words = ["--windows", "1", "--evaluations", "5,4", "--device", "cpu", "--json", str(folder / "deep" / "b.json"),
@@ -56,8 +55,8 @@ def test_rates_are_work_over_time(run):
 
 def test_ceilings_and_provenance(run):
     ceilings = run[0]["ceilings"]
-    assert ceilings["rows"] == 2 * (56 + 24 + 1)
-    assert list(ceilings["attention_TFLOPs_by_keys"]) == ["109", "165", "221", "277"]
+    assert ceilings["rows"] == 2 * (4 + 24 + 1)
+    assert list(ceilings["attention_TFLOPs_by_keys"]) == ["31", "35", "39", "43"]
     assert best(ceilings["gemm_native_TFLOPs"]) > 0 and ceilings["copy_GBps"] > 0
     assert best(ceilings["gemm_fp8_rowwise_TFLOPs"]) is None and "GPU" in ceilings["gemm_fp8_rowwise_TFLOPs"]["qkv"]
     where = run[0]["provenance"]
@@ -101,7 +100,7 @@ def test_gpu_time_of_overlapping_kernels_is_counted_once():
     assert out["kernels"] == 4 and out["top"][0][0] == "gemm" and out["top"][0][2] == 2
 
 
-def test_a_row_that_fails_does_not_take_the_others_along(monkeypatch, tmp_path, capsys):
+def test_a_row_that_fails_does_not_take_the_others_along(smaller_network, monkeypatch, tmp_path, capsys):
     def measure(policy, **options):
         if policy.config.evaluations == 6:
             raise RuntimeError("out of memory")
@@ -137,13 +136,13 @@ def test_a_cold_start_that_fails_says_why():
         cold.run_cold(["--network", "tiny", "--device", "cuda:99", "--config", "plain"], timeout_s=90)
 
 
-def test_fused_rows_on_one_network_and_the_unguided_branch_of_the_last_evaluation(tmp_path):
+def test_fused_rows_on_one_network_and_the_unguided_branch_of_the_last_evaluation(smaller_network, tmp_path):
     out = tmp_path / "b.json"
     words = ["--windows", "1", "--evaluations", "4", "--config", "fp8,plain,bf16", "--device", "cpu", "--no-ceilings"]
     assert main(["bench", "step", *words, "--no-video", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert [r["configuration"] for r in report["rows"]] == ["plain", "bf16", "fp8"] and report["video"] is False
-    one = flops.evaluation(DreamZeroConfig.tiny(), 28).total / 1e12
+    one = flops.evaluation(smaller_network, 2).total / 1e12
     for row in report["rows"]:
         assert row["step_s"]["n"] == 4
         assert row["position_s"]["1"]["stage_TFLOP"]["denoise"] == pytest.approx(7 * one)

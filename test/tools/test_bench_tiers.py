@@ -33,10 +33,10 @@ def test_differences_are_the_largest_and_the_mean_in_the_units_of_the_robot():
     assert (out["branch_runs"], out["evaluations"]) == (9.0, 8.0)
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(tmp_path, monkeypatch, capsys, smaller_network):
     chosen = ("16 of 16", "mask of 8, guidance at 0, reused", "mask of 8, no guidance")
     monkeypatch.setattr(tiers, "VARIANTS", {k: tiers.VARIANTS[k] for k in chosen})
-    words = ["--device", "cpu", "--config", "plain,bf16", "--json", str(tmp_path / "t.json")]
+    words = ["--device", "cpu", "--config", "plain,bf16", "--calls", "2", "--json", str(tmp_path / "t.json")]
     assert main(["bench", "tiers", *words]) == 0
     said = capsys.readouterr().out
     assert "nothing about how well a robot moves" in said and "behavioural" in said

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="plain", help="first: what everything is compared with and every variant "
                         f"runs in; the others at 16 evaluations only; some of {','.join(CONFIGURATIONS)}")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="engine option on top")
-    parser.add_argument("--windows", type=int, default=1, help="windows of four calls per variant")
+    parser.add_argument("--calls", type=int, default=4, help="of one session, per variant")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
 
 
@@ -76,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = on_a_gpu(args.device)
     policy = build(args, engine_config(names[0], 16, gpu=gpu, changes=changes))
     policy = reconfigured(policy, engine_config(names[0], 16, gpu=gpu, changes=changes))
-    calls = 4 * args.windows
-    reference = _outcome(policy, calls)
+    reference = _outcome(policy, args.calls)
     rows: list[dict[str, Any]] = []
     for name in names:
         for title, options in VARIANTS.items() if name == names[0] else [("16 of 16", VARIANTS["16 of 16"])]:
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             row: dict[str, Any] = {"configuration": name, "variant": title}
             try:
                 policy = reconfigured(policy, engine_config(name, 16, gpu=gpu, changes=changes | options))
-                row |= {"tier": tier(policy.config)} | compare(policy, reference, _outcome(policy, calls))
+                row |= {"tier": tier(policy.config)} | compare(policy, reference, _outcome(policy, args.calls))
             except (WamError, RuntimeError) as error:
                 row["error"] = f"{type(error).__name__}: {error}"
             rows.append(row)
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "network": args.checkpoint or f"random {args.network}",
         "spec": dict(policy.spec.details) | {"weights": policy.spec.weights, "embodiment": policy.spec.embodiment},
-        "calls": calls,
+        "calls": args.calls,
         "provenance": provenance(policy.network.device),
         "rows": rows,
     }
