@@ -1,0 +1,107 @@
+"""``wam bench load``: how fast weights come from the page cache to the device, and the whole network with them."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from wam_policy_ros.engine.build import resolve_device, resolve_dtype
+from wam_policy_ros.engine.fp8 import fp8_for
+from wam_policy_ros.engine.fp8_checkpoint import load_network
+from wam_policy_ros.model.checkpoint import read_folder
+from wam_policy_ros.model.shard_reader import Extent, read_tensors
+from wam_policy_ros.tools.provenance import provenance
+
+from .records import write_json
+
+TENSOR_BYTES = 2 * 13824 * 5120  # the largest linear layer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=Path, help="folder to load; default: files of random numbers")
+    parser.add_argument("--gib", type=float, default=2.0, help="of random numbers")
+    parser.add_argument("--folder", type=Path, help="where to put them; default: the temporary folder")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    device = resolve_device(args.device)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        files = sorted(args.checkpoint.glob("*.safetensors")) if args.checkpoint else _write(Path(folder), args.gib)
+        report: dict[str, Any] = {"provenance": provenance(device), "rates_GBps": rates(files, device)}
+        report["bytes"] = sum(p.stat().st_size for p in files)
+    for name, rate in report["rates_GBps"].items():
+        print(f"{name:34} {rate:6.2f} GB/s")
+    if args.checkpoint:
+        report["network_s"] = _networks(args.checkpoint, device)
+        for name, seconds in report["network_s"].items():
+            print(f"{name:34} {seconds:6.1f} s")
+    if args.json:
+        write_json(report, args.json)
+    return 0
+
+
+def rates(files: list[Path], device: torch.device) -> dict[str, float]:
+    """GB/s of files in the page cache to tensors on the device, by reader. The first pass fills the cache."""
+    extents = [e for p in files for e in _extents(p)]
+    size = sum(e.end - e.begin for e in extents)
+    _drain(extents, device, 2)
+    out = {f"large reads, {n} threads": size / _drain(extents, device, n) / 1e9 for n in (1, 2, 4, 8)}
+    begin = time.perf_counter()
+    for path in files:
+        with safe_open(path, framework="pt") as f:
+            for name in f.keys():  # noqa: SIM118 (not a mapping)
+                tensor = f.get_tensor(name)
+                tensor = tensor.clone() if device.type == "cpu" else tensor.to(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return out | {"tensor by tensor, mapped file": size / (time.perf_counter() - begin) / 1e9}
+
+
+def _drain(extents: list[Extent], device: torch.device, threads: int) -> float:
+    begin = time.perf_counter()
+    for _ in read_tensors(extents, device, threads=threads):
+        pass
+    return time.perf_counter() - begin
+
+
+def _extents(path: Path) -> list[Extent]:
+    """Tensors as large as the largest layers, whatever the file holds: the rate is that of bytes."""
+    size = path.stat().st_size // 8 * 8
+    starts = range(0, size, TENSOR_BYTES)
+    return [Extent(path, s, e, "BF16", ((e - s) // 2,)) for s in starts for e in (min(size, s + TENSOR_BYTES),)]
+
+
+def _write(folder: Path, gib: float) -> list[Path]:
+    files: list[Path] = []
+    left = int(gib * 2**30)
+    while left > 0:
+        size = min(left, TENSOR_BYTES * 4)
+        data = torch.randint(0, 256, (max(size, 8),), dtype=torch.uint8)
+        files.append(folder / f"{len(files):03}.safetensors")
+        save_file({"x": data}, files[-1])
+        left -= size
+    return files
+
+
+def _networks(path: Path, device: torch.device) -> dict[str, float]:
+    out = {}
+    folder = read_folder(path)
+    kinds = {"network, 8-bit layers": fp8_for(device)} | ({} if folder.fp8 else {"network, native precision": None})
+    for name, fp8 in kinds.items():
+        begin = time.perf_counter()
+        load_network(
+            read_folder(path), fp8=fp8, device=device, dtype=resolve_dtype("auto", device), progress=lambda t, f: None
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        out[name] = time.perf_counter() - begin
+    return out
