@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wam_policy_ros.contract.chunking import next_request_due, rows_to_run, stops_between_chunks, velocities
+from wam_policy_ros.contract.chunking import (
+    committed_weights,
+    next_request_due,
+    rows_to_run,
+    stops_between_chunks,
+    velocities,
+)
 from wam_policy_ros.contract.errors import ChunkError, LateChunk
 from wam_policy_ros.contract.interface import ActionChunk
 
@@ -95,3 +101,19 @@ def test_a_policy_slower_than_its_chunk_makes_the_robot_stop_between_chunks() ->
     assert not stops_between_chunks(latency_s=None, **at)
     assert not stops_between_chunks(latency_s=1.36, **at)
     assert stops_between_chunks(latency_s=1.38, **at)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "skipped"), [(0.0, 0), (0.25, 4), (0.0666667, 1), (0.0667, 1), (0.068, 2), (0.61, 10)]
+)
+def test_with_a_lead_of_one_step_the_latency_in_steps_is_rounded_up(latency_s: float, skipped: int) -> None:
+    run = rows_to_run(chunk(), T0 + round(latency_s * 1e9), min_lead_s=DT, first_of_session=False)
+    assert run.rows[0, 0] == skipped and len(run.rows) == 24 - skipped
+
+
+def test_committed_rows_are_firm_until_the_chunk_comes_and_free_at_the_plans_end() -> None:
+    w = committed_weights(np.arange(1, 25) * DT, arrival_s=0.5, end_s=1.2)
+    np.testing.assert_array_equal(w[:7], 1.0)
+    np.testing.assert_array_equal(w[17:], 0.0)
+    assert (np.diff(w) <= 0).all() and 0.4 < w[12] < 0.6
+    assert committed_weights(np.array([0.1]), arrival_s=0.5, end_s=0.2)[0] == 1.0

@@ -17,6 +17,9 @@ from .interface import ActionChunk
 MIN_ROWS = 3
 """A chunk with fewer rows left than this is late (ROS spec 4.6)."""
 
+LEAD_TOLERANCE = 1e-3
+"""Part of a step."""
+
 
 class Run(NamedTuple):
     """Rows that still lie ahead.
@@ -33,12 +36,14 @@ class Run(NamedTuple):
 def rows_to_run(chunk: ActionChunk, now_ns: int, *, min_lead_s: float, first_of_session: bool) -> Run:
     """Drop the rows whose time has passed.
 
-    Row k is due at ``stamp + (k + 1) * dt``. Rows stay when they are due later than ``now + min_lead_s``.
+    Row k is due at ``stamp + (k + 1) * dt``. Rows stay when they are due at ``now + min_lead_s`` or later, so with a
+    lead of one step ``ceil(latency / dt)`` rows are dropped.
 
     Args:
         chunk: as the policy gave it.
         now_ns: time of publication.
-        min_lead_s: rows due sooner than this are dropped: the controller could only reach them with a jerk.
+        min_lead_s: rows due sooner than this are dropped: the controller could only reach them with a jerk. A
+            thousandth of a step of tolerance is given, for stamps are rounded.
         first_of_session: the robot has stood still since the observation, so the plan is as good as new: no row is
             dropped and the first one is due one step from now. So it is after a stop between chunks, too.
 
@@ -53,12 +58,12 @@ def rows_to_run(chunk: ActionChunk, now_ns: int, *, min_lead_s: float, first_of_
     if chunk.stamp_ns is None:
         raise ChunkError("the chunk has no observation stamp", remedy="give Observation.stamp_ns to the policy")
     ahead = np.asarray(steps * chunk.dt_s - (now_ns - chunk.stamp_ns) * 1e-9, dtype=np.float64)
-    keep = ahead > min_lead_s
+    keep = ahead >= min_lead_s - LEAD_TOLERANCE * chunk.dt_s
     if (left := int(keep.sum())) < MIN_ROWS:
         raise LateChunk(
             "the chunk came too late",
             got=f"{left} of {len(rows)} rows ahead, {(now_ns - chunk.stamp_ns) * 1e-9:.3f} s after the observation",
-            expected=f"at least {MIN_ROWS} rows more than {min_lead_s} s ahead",
+            expected=f"at least {MIN_ROWS} rows {min_lead_s:.3f} s ahead or more",
         )
     return Run(rows[keep], ahead[keep])
 
@@ -120,3 +125,17 @@ def next_request_due(
     if stops:
         return plan_end_ns
     return origin_ns + round((execute_steps * dt_s - (latency_s or 0.0)) * 1e9)
+
+
+def committed_weights(due_s: npt.NDArray[np.float64], *, arrival_s: float, end_s: float) -> npt.NDArray[np.float64]:
+    """How firmly rows of the running plan hold the next chunk: 1 until the chunk is expected, then falling smoothly to
+    0 where the plan ends.
+
+    Args:
+        due_s: ``[K]`` when the rows are due, from the observation.
+        arrival_s: when the chunk is expected to take over.
+        end_s: when the running plan ends.
+    """
+    span = max(end_s - arrival_s, 1e-9)
+    u = np.clip((due_s - arrival_s) / span, 0.0, 1.0)
+    return np.asarray(1.0 - u * u * (3.0 - 2.0 * u))

@@ -28,7 +28,7 @@ class JointMap:
         state: the embodiment's state fields.
         commanded: indices into ``names`` of the joints that are commanded.
         columns: for each commanded joint its column of the action.
-        gripper_open, gripper_closed: joint position at policy value 0 and 1.
+        gripper_open, gripper_closed: joint position at policy value 0 and 1 (the other way round when inverted).
     """
 
     names: tuple[str, ...]
@@ -48,8 +48,13 @@ class JointMap:
         ignore_fields: Sequence[str] = (),
         gripper_open: float = 0.0,
         gripper_closed: float = 0.0,
+        gripper_invert: bool = False,
     ) -> JointMap:
         """Resolve names to columns once.
+
+        Args:
+            gripper_open, gripper_closed: position of the gripper joints.
+            gripper_invert: the policy's 1 is open, not closed.
 
         Raises:
             ConfigError: wrong number of names, a name twice, an action field that no joint can execute and that is
@@ -73,6 +78,8 @@ class JointMap:
                 got=f"both {gripper_open}",
                 expected="the gripper joint's position when open (policy 0) and when closed (policy 1)",
             )
+        if gripper_invert:
+            gripper_open, gripper_closed = gripper_closed, gripper_open
         offset, starts = 0, {}
         for f in state:
             starts[f.name] = (offset, f)
@@ -102,6 +109,33 @@ class JointMap:
         """Names of the joints in a trajectory."""
         return tuple(self.names[i] for i in self.commanded)
 
+    @property
+    def grippers(self) -> npt.NDArray[np.bool_]:
+        """Bool ``[len(command_names)]``: which commanded joints are grippers."""
+        kinds = [f.kind for f in self.state for _ in range(f.dim)]
+        return np.array([kinds[i] == "gripper" for i in self.commanded])
+
+    def commanded_of(self, positions: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """``[len(names)]`` joint positions -> those of the commanded joints, in the trajectory's order."""
+        return np.asarray(positions[list(self.commanded)], dtype=np.float64)
+
+    def fraction(self, position: float) -> float:
+        """A gripper joint's position as the policy's value."""
+        return (position - self.gripper_open) / (self.gripper_closed - self.gripper_open)
+
+    def action_rows(self, targets: npt.NDArray[np.float64], others: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The other way round than ``command``.
+
+        Args:
+            targets: joint targets ``[N, len(command_names)]``.
+            others: action rows ``[N, action_dim]`` that give the columns nobody executes.
+        """
+        out, values = np.array(others, dtype=np.float64), np.array(targets, dtype=np.float64)
+        span = self.gripper_closed - self.gripper_open
+        values[:, self.grippers] = (values[:, self.grippers] - self.gripper_open) / (span or 1.0)
+        out[:, list(self.columns)] = values
+        return out
+
     def state_fields(self, positions: npt.NDArray[np.float64]) -> Mapping[str, npt.NDArray[np.float64]]:
         """``[len(names)]`` joint positions -> state fields of the policy; a gripper becomes 0 (open) .. 1 (closed)."""
         span = self.gripper_closed - self.gripper_open
@@ -119,8 +153,7 @@ class JointMap:
         it is mapped to joint units.
         """
         out = rows[:, list(self.columns)].astype(np.float64)
-        kinds = [f.kind for f in self.state for _ in range(f.dim)]
-        gripper = np.array([kinds[i] == "gripper" for i in self.commanded])
+        gripper = self.grippers
         fraction = np.clip(out[:, gripper], 0.0, 1.0)
         out[:, gripper] = self.gripper_open + fraction * (self.gripper_closed - self.gripper_open)
         return out

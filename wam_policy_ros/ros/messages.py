@@ -281,6 +281,7 @@ class Trajectory:
         positions: ``[M, J]`` joint units.
         times_s: ``[M]``, time_from_start.
         velocities: ``[M, J]`` or None for positions only.
+        stamp_ns: the node's clock at the moment from which the times count.
 
     Raises:
         ValueError: a controller would reject or misread it (sizes, order of times, non-finite values).
@@ -290,6 +291,7 @@ class Trajectory:
     positions: npt.NDArray[np.float64]
     times_s: npt.NDArray[np.float64]
     velocities: npt.NDArray[np.float64] | None = None
+    stamp_ns: int = 0
 
     def __post_init__(self) -> None:
         names, positions, velocities, ns = self.names, self.positions, self.velocities, self.times_ns
@@ -309,9 +311,15 @@ class Trajectory:
         """``[M]``, as a message carries them: whole ns, still as float64."""
         return np.rint(np.asarray(self.times_s, dtype=np.float64) * 1e9)
 
+    def only(self, joints: npt.NDArray[np.bool_]) -> Trajectory:
+        """The same for some joints; bool ``[J]``."""
+        names = tuple(n for n, keep in zip(self.names, joints, strict=True) if keep)
+        v = None if self.velocities is None else self.velocities[:, joints]
+        return Trajectory(names, self.positions[:, joints], self.times_s, v, self.stamp_ns)
 
-def trajectory_to_msg(plan: Trajectory) -> JointTrajectory:
-    """Trajectory -> trajectory_msgs/JointTrajectory with a zero header stamp.
+
+def trajectory_to_msg(plan: Trajectory, *, absolute: bool = False) -> JointTrajectory:
+    """Trajectory -> trajectory_msgs/JointTrajectory with a zero header stamp, or with its own when ``absolute``.
 
     Raises:
         ValueError: a controller would not execute it as meant, see ``trajectory_faults``.
@@ -320,6 +328,8 @@ def trajectory_to_msg(plan: Trajectory) -> JointTrajectory:
     from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
     msg = JointTrajectory(joint_names=list(plan.names))
+    if absolute:
+        msg.header.stamp = ns_to_stamp(plan.stamp_ns)
     for k, t in enumerate(plan.times_ns):
         point = JointTrajectoryPoint(positions=plan.positions[k].tolist())
         if plan.velocities is not None:

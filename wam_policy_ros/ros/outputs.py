@@ -1,60 +1,45 @@
-"""What reaches the robot: the running plan and the hold. Nothing else publishes trajectories."""
+"""What reaches the robot: the running plan and the hold. Nothing else sends motion. Knows no rclpy."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from wam_policy_ros.contract.chunking import velocities
+from wam_policy_ros.contract.limits import JointLimits
+from wam_policy_ros.contract.plan import Plan
 
 from .messages import Trajectory
 
 HOLD_S = 0.2
-"""How far ahead the hold point lies, in seconds."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The trajectory sent last, on the node's clock.
-
-    Attributes:
-        positions: ``[M, J]`` joint units.
-        times_ns: int64 ``[M]``, when each row is due.
-    """
-
-    positions: npt.NDArray[np.float64]
-    times_ns: npt.NDArray[np.int64]
-
-    @property
-    def end_ns(self) -> int:
-        return int(self.times_ns[-1])
-
-    def at(self, now_ns: int) -> npt.NDArray[np.float64]:
-        """``[J]`` commanded position: linear between the rows; the last row after the end."""
-        t = (self.times_ns - now_ns).astype(np.float64)  # differences first: float64 cannot hold ns since 1970
-        return np.array([np.interp(0.0, t, column) for column in self.positions.T])
+"""How far ahead the hold point lies, in seconds, unless the robot is too fast to stop so soon."""
 
 
 class TrajectoryOutput:
-    """Streams trajectories to a controller's topic.
+    """Streams trajectories to a controller.
 
-    A trajectory has a zero header stamp (it starts on receipt), strictly increasing times, and either complete
-    velocities, the last one zero, or none.
+    A trajectory has strictly increasing times and either complete velocities, the last one zero, or none. All joints
+    of one moment are handed over in one call. Thread-safe: a hold may come from a watchdog's thread.
 
     Args:
         send: hands a trajectory to the controller.
         names: joints, in column order.
         with_velocities: see ``control.publish_velocities``.
+
+    Attributes:
+        holds: number of holds sent.
     """
 
     def __init__(self, send: Callable[[Trajectory], None], names: Sequence[str], *, with_velocities: bool) -> None:
-        self._send, self._names, self._with_velocities = send, tuple(names), with_velocities
+        self._send, self.names, self.with_velocities = send, tuple(names), with_velocities
+        self._lock = threading.RLock()
         self._plan: Plan | None = None
+        self._limits: JointLimits | None = None
         self._holds = False
         self._rest_ns = 0
+        self.holds = 0
 
     @property
     def plan(self) -> Plan | None:
@@ -66,63 +51,102 @@ class TrajectoryOutput:
         """Since when the robot stands still, or will; 0 when we never moved it."""
         return self._rest_ns
 
+    def use(self, limits: JointLimits) -> None:
+        """Of acceleration: they say how soon a hold may stop the robot."""
+        self._limits = limits
+
     def forget(self, now_ns: int) -> None:
         """At activation: somebody else may have moved the robot, so the last command says nothing any more.
 
         A robot that still brakes from our last hold goes on braking.
         """
-        self._plan, self._holds = None, False
-        # While the node was inactive nobody watched its clock, which may have been set back by hours.
-        self._rest_ns = min(self._rest_ns, now_ns + round(HOLD_S * 1e9))
+        with self._lock:
+            # While the node was inactive nobody watched its clock, which may have been set back by hours.
+            braking_ns = (
+                0 if self._plan is None or not self._holds else int(self._plan.times_ns[-1] - self._plan.times_ns[0])
+            )
+            self._rest_ns = min(self._rest_ns, now_ns + (braking_ns or round(HOLD_S * 1e9)))
+            self._plan, self._holds = None, False
 
     def shift_clock(self, by_ns: int) -> None:
         """The node's clock jumped; the robot executes the plan on its own."""
-        if self._plan is not None:
-            self._plan = Plan(self._plan.positions, self._plan.times_ns + by_ns)
-        if self._rest_ns:
-            self._rest_ns += by_ns
+        with self._lock:
+            if self._plan is not None:
+                self._plan = self._plan.shifted(by_ns)
+            if self._rest_ns:
+                self._rest_ns += by_ns
 
-    def publish(
-        self,
-        positions: npt.NDArray[np.float64],
-        times_s: npt.NDArray[np.float64],
-        now_ns: int,
-        *,
-        before: npt.NDArray[np.float64] | None = None,
-    ) -> None:
-        """Send a plan.
-
-        Args:
-            positions: ``[M, J]`` joint units.
-            times_s: ``[M]`` time_from_start.
-            now_ns: the node's clock.
-            before: ``[J]`` the row before the first, already due; makes the first velocity a central difference.
-        """
-        speed = None
-        if self._with_velocities:
-            step_s = times_s[1] - times_s[0] if len(times_s) > 1 else times_s[0]
-            speed = velocities(positions, times_s, before=None if before is None else (before, times_s[0] - step_s))
-        self._send(Trajectory(self._names, positions, times_s, speed))
-        # The controller starts from where it was commanded to be; for our first trajectory that is not known.
-        start = positions[0] if self._plan is None else self._plan.at(now_ns)
-        times_ns = now_ns + np.rint(np.concatenate([[0.0], times_s]) * 1e9).astype(np.int64)
-        self._plan, self._rest_ns = Plan(np.concatenate([start[None], positions]), times_ns), int(times_ns[-1])
-        self._holds = False
+    def publish(self, plan: Plan) -> None:
+        """Send a plan. Its first row, the robot's state at the moment of publication, stays here."""
+        with self._lock:
+            self._hand_over(plan)
+            self._holds = False
 
     def hold(self, now_ns: int) -> bool:
-        """Stop: one trajectory to the commanded position, zero velocity. Sent once, then silence.
+        """Stop: one trajectory of one point at the commanded position, zero velocity. Sent once, then silence.
 
-        Nothing is sent when the robot is not moving because of us: nothing was commanded, or the plan has ended.
+        A robot too fast to be back at that position within its limits of acceleration stops as much further along as
+        these need. Nothing is sent when the robot is not moving because of us: nothing was commanded, or the plan has
+        ended. A hold is not refused by any limit.
 
         Returns:
             True when a trajectory was sent.
         """
-        if self._holds or self._plan is None or now_ns >= self._rest_ns:
-            return False
-        position = self._plan.at(now_ns)[None]
-        still = np.zeros_like(position) if self._with_velocities else None
-        self._send(Trajectory(self._names, position, np.array([HOLD_S]), still))
-        self._rest_ns = now_ns + round(HOLD_S * 1e9)
-        self._plan = Plan(position, np.array([self._rest_ns]))
-        self._holds = True
-        return True
+        with self._lock:
+            if self._holds or self._plan is None or now_ns >= self._rest_ns:
+                return False
+            self._hand_over(self._braked(self._plan, now_ns))
+            self._holds = True
+            self.holds += 1
+            return True
+
+    def _hand_over(self, plan: Plan) -> None:
+        v = None if plan.velocities is None else plan.velocities[1:]
+        self._send(Trajectory(self.names, plan.positions[1:], plan.times_s[1:], v, stamp_ns=int(plan.times_ns[0])))
+        self._plan, self._rest_ns = plan, plan.end_ns
+
+    def _braked(self, plan: Plan, now_ns: int) -> Plan:
+        """A cubic from (q, v) to (q + b*v*T, 0) begins with the deceleration (4 - 6b) v/T; with b = 1/2 it is v/T
+        throughout, the least there is. So: b as small as the limits allow, T longer when b = 1/2 is not enough."""
+        q, v = plan.state_at(now_ns)
+        times = np.array([now_ns, now_ns + round(HOLD_S * 1e9)])
+        if plan.velocities is None:
+            return Plan(times, np.stack([q, q]))
+        target, time_s = q.copy(), HOLD_S
+        if self._limits is not None:
+            a, arm = self._limits.acceleration, ~self._limits.gripper
+            time_s = max(HOLD_S, float((np.abs(v) / a)[arm].max(initial=0.0)))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                b = np.nan_to_num((4.0 - a * time_s / np.abs(v)) / 6.0, nan=0.0, posinf=0.0, neginf=0.0)
+            target[arm] += (np.clip(b, 0.0, 0.5) * v * time_s)[arm]
+            target[arm] = np.clip(
+                target, np.minimum(self._limits.position_min, q), np.maximum(self._limits.position_max, q)
+            )[arm]
+        times[1] = now_ns + round(time_s * 1e9)
+        return Plan(times, np.stack([q, target]), np.stack([v, np.zeros_like(v)]))
+
+
+class JointCommandStream:
+    """Joint positions one by one, at the control rate, for a robot that takes no trajectories (Isaac Sim).
+
+    Args:
+        output: whose plan is streamed.
+        send: hands names, positions and velocities of this moment to the robot.
+    """
+
+    def __init__(
+        self,
+        output: Callable[[], Plan | None],
+        send: Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64]], None],
+    ) -> None:
+        self._output, self._send = output, send
+        self._done: Plan | None = None
+
+    def on_tick(self, now_ns: int) -> None:
+        """Send what is commanded now; after the plan's end once more, then nothing."""
+        plan = self._output()
+        if plan is None or plan is self._done:
+            return
+        if now_ns >= plan.end_ns:
+            self._done = plan
+        self._send(*plan.state_at(now_ns))

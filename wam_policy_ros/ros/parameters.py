@@ -14,6 +14,9 @@ from wam_policy_ros.contract.errors import ConfigError
 _OWN_OF_RCLPY = ("use_sim_time", "start_type_description_service", "qos_overrides.")
 
 
+_PER_JOINT = "one value for all but grippers, or one per commanded joint; never loosens the URDF"
+
+
 def _p(
     default: Any,
     name: str,
@@ -25,11 +28,12 @@ def _p(
     choices: tuple[str, ...] = (),
     read_only: bool = False,
     live: bool = False,
+    numbers: bool = False,
 ) -> Any:
     """One parameter. ``read_only``: given at the start of the process and never changed; ``live``: may change while the
     node is configured; all others may change until configure and after cleanup."""
     meta = {"name": name, "doc": doc, "unit": unit, "low": low, "high": high, "choices": choices}
-    meta |= {"read_only": read_only, "live": live}
+    meta |= {"read_only": read_only, "live": live, "numbers": numbers}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -218,8 +222,58 @@ class NodeParameters:
         low=-1000.0,
         high=1000.0,
     )
+    gripper_invert: bool = _p(False, "gripper.invert", "the policy's 1 is open and its 0 closed, in state and action")
+    gripper_mode: str = _p(
+        "in_trajectory",
+        "gripper.mode",
+        "part of the arm's trajectory, one of its own, GripperCommand, ParallelGripperCommand, Float64, or not sent",
+        choices=("in_trajectory", "trajectory", "action", "parallel_action", "float64", "none"),
+    )
+    gripper_outputs: tuple[str, ...] = _p(
+        (),
+        "gripper.outputs",
+        "topic or action per gripper joint; empty: gripper_trajectory, gripper_cmd or gripper_command, by mode",
+    )
+    gripper_command: str = _p(
+        "continuous",
+        "gripper.command",
+        "continuous: the policy's value; binary: open or closed by threshold and hysteresis",
+        choices=("continuous", "binary"),
+    )
+    gripper_threshold: float = _p(
+        0.5, "gripper.threshold", "binary: policy values above it mean closed", low=0.0, high=1.0
+    )
+    gripper_hysteresis: float = _p(
+        0.1,
+        "gripper.hysteresis",
+        "binary: dead band around the threshold; continuous: smaller changes are not sent (action, float64)",
+        low=0.0,
+        high=1.0,
+    )
+    gripper_min_interval_s: float = _p(
+        0.3,
+        "gripper.min_interval_s",
+        "shortest time between two commands (action, float64)",
+        unit="s",
+        low=0.0,
+        high=60.0,
+    )
+    gripper_max_effort: float = _p(
+        0.0, "gripper.max_effort", "of action goals; 0: the controller's own", unit="N", low=0.0, high=1e4
+    )
 
-    output_topic: str = _p("joint_trajectory", "output.topic", "trajectory_msgs/JointTrajectory")
+    output_mode: str = _p(
+        "topic",
+        "output.mode",
+        "JointTrajectory, FollowJointTrajectory, or JointState at the control rate as Isaac Sim takes it",
+        choices=("topic", "action", "joint_command"),
+    )
+    output_topic: str = _p("joint_trajectory", "output.topic", "trajectory_msgs/JointTrajectory (topic)")
+    output_action: str = _p("follow_joint_trajectory", "output.action", "control_msgs/FollowJointTrajectory (action)")
+    output_joint_command: str = _p("joint_command", "output.joint_command", "sensor_msgs/JointState (joint_command)")
+    output_exclusive: bool = _p(
+        False, "output.exclusive", "refuse to run beside another publisher on the output topic; false: warn"
+    )
     output_ignore_fields: tuple[str, ...] = _p(
         (), "output.ignore_fields", "action fields that are not executed, e.g. agibot's robot_velocity"
     )
@@ -235,11 +289,32 @@ class NodeParameters:
         low=1,
         high=1000,
     )
+    control_mode: str = _p(
+        "receding",
+        "control.mode",
+        "stop_and_go: whole chunks from a standstill; auto: so when a step outlasts a chunk, which receding refuses",
+        choices=("receding", "stop_and_go", "auto"),
+    )
+    control_rtc: str = _p(
+        "blend",
+        "control.rtc",
+        "blend: chunks are joined outside the network; denoiser: committed rows constrain the denoising, too",
+        choices=("blend", "denoiser"),
+    )
+    control_blend_steps: int = _p(
+        6, "control.blend_steps", "rows over which a chunk takes over from the last one", unit="steps", low=0, high=1000
+    )
     control_min_lead_s: float = _p(
-        0.03, "control.min_lead_s", "rows due sooner than this are dropped", unit="s", low=0.0, high=1.0
+        0.0, "control.min_lead_s", "rows due sooner than this are dropped; 0: one step", unit="s", low=0.0, high=1.0
     )
     control_publish_velocities: bool = _p(
         True, "control.publish_velocities", "complete velocities, the last zero; false: positions only"
+    )
+    control_stamp: str = _p(
+        "zero",
+        "control.stamp",
+        "of trajectories; zero: start on receipt; absolute: start at the node's clock",
+        choices=("zero", "absolute"),
     )
 
     sync_max_age_s: float = _p(0.2, "sync.max_age_s", "oldest usable camera frame", unit="s", low=0.001, high=60.0)
@@ -261,8 +336,94 @@ class NodeParameters:
         "header", "sync.stamp_source", "header: message stamps; receive: time of arrival", choices=("header", "receive")
     )
 
+    safety_urdf: str = _p(
+        "", "safety.urdf", "file of the robot's URDF, or the text itself; empty: the topic robot_description, if any"
+    )
+    safety_position_margin: float = _p(
+        0.01, "safety.position_margin", "taken off both ends of the URDF's positions", unit="rad", low=0.0, high=10.0
+    )
+    safety_position_min: tuple[float, ...] = _p(
+        (), "safety.position_min", _PER_JOINT, unit="joint unit", low=-1e6, high=1e6, numbers=True
+    )
+    safety_position_max: tuple[float, ...] = _p(
+        (), "safety.position_max", _PER_JOINT, unit="joint unit", low=-1e6, high=1e6, numbers=True
+    )
+    safety_max_velocity: tuple[float, ...] = _p(
+        (), "safety.max_velocity", _PER_JOINT, unit="joint unit/s", low=0.0, high=1e6, numbers=True
+    )
+    safety_max_acceleration: tuple[float, ...] = _p(
+        (),
+        "safety.max_acceleration",
+        f"{_PER_JOINT}; where nothing else is known, 10",
+        unit="joint unit/s^2",
+        low=0.0,
+        high=1e6,
+        numbers=True,
+    )
+    safety_max_first_step_rad: float = _p(
+        0.2,
+        "safety.max_first_step_rad",
+        "farthest that a chunk's first row may be from where the robot is told to be by then",
+        unit="rad",
+        low=0.0,
+        high=10.0,
+    )
+    safety_on_violation: str = _p(
+        "reject",
+        "safety.on_violation",
+        "reject the chunk and hold; clamp: slow it down, see the README; fault: latch at once",
+        choices=("reject", "clamp", "fault"),
+    )
+    safety_clamp_excess: float = _p(
+        0.5, "safety.clamp_excess", "clamp values up to 1 + this times their limit", low=0.0, high=10.0
+    )
+    safety_clamp_outside: float = _p(
+        0.1,
+        "safety.clamp_outside",
+        "positions further outside are refused and latched in every mode",
+        unit="rad",
+        low=0.0,
+        high=1.0,
+    )
+    safety_max_consecutive_rejects: int = _p(
+        3, "safety.max_consecutive_rejects", "so many refusals in a row are a latched fault", low=1, high=1000
+    )
+    safety_on_fault: str = _p(
+        "hold",
+        "safety.on_fault",
+        "hold: stop where the robot is told to be; stop_publishing: let the plan under way end, at rest",
+        choices=("hold", "stop_publishing"),
+    )
+    safety_executor_stall_s: float = _p(
+        0.5,
+        "safety.executor_stall_s",
+        "hold when the node's callbacks stand still for so long; 0: not watched",
+        unit="s",
+        low=0.0,
+        high=60.0,
+    )
     safety_deadline_s: float = _p(
         10.0, "safety.deadline_s", "a request that takes longer is a latched fault", unit="s", low=0.01, high=3600.0
+    )
+
+    home_positions: tuple[float, ...] = _p(
+        (),
+        "home.positions",
+        "pose for ~/home, one value per commanded joint, grippers included; empty: ~/home is refused",
+        unit="joint unit",
+        low=-1e6,
+        high=1e6,
+        numbers=True,
+    )
+    home_max_velocity: float = _p(
+        0.3, "home.max_velocity", "highest speed on the way home", unit="rad/s", low=0.001, high=10.0
+    )
+    sim_reset_service: str = _p("", "sim_reset.service", "called by ~/reset; empty: none")
+    sim_reset_type: str = _p(
+        "trigger", "sim_reset.type", "std_srvs/Trigger or std_srvs/Empty", choices=("trigger", "empty")
+    )
+    sim_reset_timeout_s: float = _p(
+        5.0, "sim_reset.timeout_s", "no answer for so long is a latched fault", unit="s", low=0.1, high=600.0
     )
 
     pictures_time_share: float = _p(
@@ -346,6 +507,8 @@ def _coerce(name: str, f: dataclasses.Field[Any], value: Any) -> Any:
     meta = f.metadata
     expected = {float: "a number", int: "a whole number", bool: "true or false", str: "text", tuple: "a list of text"}
     wrong = ConfigError(f"parameter {name}: wrong type", got=repr(value), expected=expected[kind])
+    if kind is tuple and meta["numbers"]:
+        return _numbers(name, meta, value)
     if kind is tuple:
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise wrong
@@ -388,6 +551,17 @@ def refusal(changes: Mapping[str, Any], *, configured: bool) -> str:
         fixed = [name for name in changes if name in fields and not fields[name].metadata["live"]]
         problems += [f"{fixed} can change only after cleanup"] if fixed else []
     return "; ".join(problems)
+
+
+def _numbers(name: str, meta: Mapping[str, Any], value: Any) -> tuple[float, ...]:
+    low, high = meta["low"], meta["high"]
+    numbers = value if isinstance(value, (list, tuple)) or hasattr(value, "tolist") else [value]
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in numbers):
+        raise ConfigError(f"parameter {name}: wrong type", got=repr(value), expected="a list of numbers, or one number")
+    if not all(low <= v <= high for v in numbers):
+        unit = f" {meta['unit']}" if meta["unit"] else ""
+        raise ConfigError(f"parameter {name}: out of range", got=list(numbers), expected=f"{low:g} to {high:g}{unit}")
+    return tuple(float(v) for v in numbers)
 
 
 def declare(node: Any) -> None:
