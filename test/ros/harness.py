@@ -175,6 +175,12 @@ class System:
             "gripper.open": 0.0,
             "gripper.closed": 0.8,
             "instruction": "stir the pot",
+            "safety.position_min": -2.9,
+            "safety.position_max": 2.9,
+            "safety.max_velocity": 2.0,
+            "safety.max_acceleration": 50.0,
+            # a busy test machine is not what is tested here
+            "safety.executor_stall_s": 5.0,
             # generous ages: a busy test machine is not what is tested here
             "sync.max_age_s": 0.5,
             "sync.joint_max_age_s": 0.5,

@@ -11,6 +11,7 @@ from wam_policy_ros.contract.embodiment import get_embodiment
 from wam_policy_ros.contract.errors import ConfigError, InvalidImage, PromptError
 from wam_policy_ros.contract.fakes import spec_of
 from wam_policy_ros.contract.interface import ActionChunk, ResetReason
+from wam_policy_ros.contract.plan import Plan
 from wam_policy_ros.ros.checks import check_steps
 from wam_policy_ros.ros.clock_watch import ClockWatch
 from wam_policy_ros.ros.control import ControlLoop, Substate
@@ -29,6 +30,14 @@ SPEC = spec_of("oxe_droid", weights="none")
 T0 = 1_800_000_000_000_000_000
 DT_NS = round(1e9 / 15)
 CAMERA = SPEC.cameras[0].name
+
+LIMITS = {
+    "safety.position_min": -2.9,
+    "safety.position_max": 2.9,
+    "safety.max_velocity": 2.0,
+    "safety.max_acceleration": 50.0,
+    "safety.executor_stall_s": 0,  # time passes here without ticks
+}
 
 
 class Worker:
@@ -69,7 +78,7 @@ class Desk:
         self.ros_ns, self.steady_ns = T0, 7 * 10**9
         self.worker, self.publisher, self.log = Worker(), Publisher(), []  # type: ignore[var-annotated]
         self.worker.status = WorkerStatus(warm_up_s=warm_up_s)
-        values = {"backend": "hold", "instruction": "go", **params}
+        values = {"backend": "hold", "instruction": "go", **LIMITS, **params}
         self.params = NodeParameters.from_values(values)
         e = get_embodiment("oxe_droid")
         mapping = JointMap.build(e.state, e.action, names=NAMES, gripper_open=0.0, gripper_closed=1.0)
@@ -95,7 +104,7 @@ class Desk:
         image = rgb_to_image(np.zeros((18, 32, 3), np.uint8), stamp_ns=self.ros_ns - self.lag_ns)
         for camera in self.inputs.cameras.values():
             camera.on_message(image, self.now())
-        state = joints(0, dict.fromkeys(NAMES, 0.25))
+        state = joints(0, dict.fromkeys(NAMES, 0.0))
         state.header.stamp = ns_to_stamp(self.ros_ns)
         self.inputs.joint_states.on_message(state, self.now())
 
@@ -216,10 +225,11 @@ def test_chunks_that_come_too_late_are_counted_and_the_third_in_a_row_is_a_fault
     desk.run()
     for n in range(1, 4):
         # The robot is kept moving by a chunk of normal speed, so that the late one finds it in motion.
-        desk.loop._mean_latency_s = 0.0
+        desk.loop.pace.mean_s = 0.0
         desk.loop._due_ns = 0
         desk.tick()
-        desk.loop._output.publish(np.zeros((24, 8)), np.arange(1, 25) / 15, desk.ros_ns)
+        times_ns = desk.ros_ns + np.rint(np.arange(25) * 1e9 / 15).astype(np.int64)
+        desk.loop._output.publish(Plan(times_ns, np.zeros((25, 8))))
         desk.answer(latency_s=1.5)
         desk.deliver()
         assert desk.loop.counters["late"] == n
@@ -327,7 +337,7 @@ def test_a_second_reset_while_braking_does_not_brake_longer() -> None:
 
 @pytest.mark.parametrize("latency_s", [1.34, 1.5])
 def test_stop_and_go_wastes_no_step_on_frames_that_show_the_robot_in_motion(latency_s: float) -> None:
-    desk = Desk(warm_up_s=(9.0, latency_s))
+    desk = Desk(warm_up_s=(9.0, latency_s), **{"control.mode": "stop_and_go"})
     desk.lag_ns = 30_000_000  # as every real camera: the newest frame is older than the tick
     for _ in range(5):
         asked = len(desk.worker.requests)
@@ -365,15 +375,28 @@ def test_expected_latency_starts_with_the_warm_up_and_leaves_out_calls_from_an_e
     assert desk.loop.summary()["expected_latency_s"] == pytest.approx(0.23)
 
 
+def test_a_policy_slower_than_its_chunks_is_refused_unless_the_mode_provides_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"a step takes 1.40 s.*control.mode: stop_and_go"):
+        Desk(warm_up_s=(9.0, 1.4))
+    for mode in ("stop_and_go", "auto"):
+        assert Desk(warm_up_s=(9.0, 1.4), **{"control.mode": mode}).loop.pace.stops
+    assert not Desk(warm_up_s=(9.0, 0.5), **{"control.mode": "auto"}).loop.pace.stops
+
+
+def test_without_limits_nothing_is_activated_and_the_joints_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"no limits are known.*panda_joint1.*panda_joint7"):
+        Desk(**{"safety.position_max": []})
+
+
 def test_a_policy_far_slower_than_in_its_warm_up_ends_in_stop_and_go_not_in_a_fault() -> None:
-    desk = Desk(warm_up_s=(0.1, 0.1))
+    desk = Desk(warm_up_s=(0.1, 0.1), **{"control.mode": "auto"})
     for _ in range(6):
         asked = len(desk.worker.requests)
         while len(desk.worker.requests) == asked:
             desk.tick()
         desk.answer(latency_s=1.5)
     assert not desk.loop.fault and desk.loop.counters["late"] == 1
-    assert [len(m.points) for m in desk.publisher.sent] == [24] * 5
+    assert [len(m.points) for m in desk.publisher.sent if len(m.points) > 1] == [24] * 5
 
 
 def test_sessions_are_counted_when_they_start() -> None:

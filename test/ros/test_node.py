@@ -203,7 +203,8 @@ def test_a_policy_slower_than_its_chunk_executes_whole_chunks_from_a_standstill(
         time.sleep(1.5 if observation.prompt == "stir the pot" or step == 1 else 0.0)
         return ramp(observation, step)
 
-    system = make(ScriptedPolicy(rows), **{"sync.max_age_s": 1.0, "sync.joint_max_age_s": 1.0})
+    ages = {"sync.max_age_s": 1.0, "sync.joint_max_age_s": 1.0}
+    system = make(ScriptedPolicy(rows), **ages, **{"control.mode": "stop_and_go"})
     wait_for(lambda: len(system.robot.plans()) >= 2, 15, "two chunks")
     assert [len(p.points) for p in system.robot.plans()] == [24, 24]
     arrivals = [t for t, m in system.robot.trajectories if len(m.points) > 1]

@@ -28,7 +28,9 @@ from wam_policy_ros.ros.worker import InferenceWorker
 
 e, policy, t0 = get_embodiment("oxe_droid"), HoldPolicy(), 1_800_000_000_000_000_000
 names = tuple(f"j{i}" for i in range(8))
-params = parameters.NodeParameters.from_values({"backend": "hold", "instruction": "go", "joints.names": names})
+params = parameters.NodeParameters.from_values({
+    "backend": "hold", "instruction": "go", "joints.names": names, "safety.executor_stall_s": 0,
+    "safety.position_min": -1, "safety.position_max": 1, "safety.max_velocity": 1})
 mapping = joints.JointMap.build(e.state, e.action, names=names, gripper_open=0.0, gripper_closed=1.0)
 inputs = Inputs(params, policy.spec, mapping, warn=print)
 clock = [Now(t0, 10**9)]

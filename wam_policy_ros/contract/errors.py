@@ -36,12 +36,12 @@ class ConfigError(WamError):
 
 
 class MissingDependency(ConfigError):
-    """An optional dependency is not installed; the message names the extra."""
+    """An optional dependency is not installed; the message names the extra, or says what else to do."""
 
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
+    def __init__(self, package: str, extra: str, purpose: str, *, remedy: str | None = None) -> None:
         super().__init__(
             f"{purpose} needs the Python package {package!r}, which is not installed",
-            remedy=f"pip install 'wam_policy_ros[{extra}]'",
+            remedy=remedy or f"pip install 'wam_policy_ros[{extra}]'",
         )
         self.package, self.extra = package, extra
 

@@ -44,13 +44,15 @@ class Assembly:
         Raises:
             ConfigError: the policy is not what the parameters say.
         """
-        self.check(spec)
+        check_fit(self.expected, spec)
+        check_steps(self.params, spec)
         self.control.activate(spec)
 
     def check(self, spec: PolicySpec) -> None:
-        """Raises ConfigError when the loaded policy is not what the parameters say."""
+        """Raises ConfigError when the loaded policy is not what the parameters say, or may not move this robot."""
         check_fit(self.expected, spec)
         check_steps(self.params, spec)
+        self.control.prepare(spec)
 
 
 def assemble(
@@ -92,6 +94,7 @@ def assemble(
         ignore_fields=params.output_ignore_fields,
         gripper_open=params.gripper_open,
         gripper_closed=params.gripper_closed,
+        gripper_invert=params.gripper_invert,
     )
     inputs = Inputs(
         params,

@@ -144,6 +144,10 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
         "sync.max_age_s": 1.0,
         "sync.joint_max_age_s": 1.0,
         "sync.max_skew_s": 0.2,
+        "safety.executor_stall_s": 5.0,
+        "safety.position_min": -3.0,
+        "safety.position_max": 3.0,
+        "safety.max_velocity": 2.0,
     }
     node = PolicyNode(
         load_quietly(lambda params, progress: HoldPolicy(embodiment=EMBODIMENT, latency_s=options.step_s)),

@@ -12,10 +12,14 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from wam_policy_ros.contract.chunking import next_request_due, rows_to_run, stops_between_chunks
+import numpy as np
+import numpy.typing as npt
+
 from wam_policy_ros.contract.errors import (
     Cancelled,
+    ConfigError,
     LateChunk,
+    LimitViolation,
     MissingInput,
     ObservationError,
     PolicyUnavailable,
@@ -24,13 +28,17 @@ from wam_policy_ros.contract.errors import (
     WamError,
 )
 from wam_policy_ros.contract.interface import PolicySpec
-from wam_policy_ros.contract.safety import SafetyGate
+from wam_policy_ros.contract.limits import JointLimits
 
 from .clock_watch import ClockWatch
 from .inputs import Inputs
 from .joints import JointMap
+from .limits import given_urdf, resolve_limits
 from .meters import Durations
+from .motion import Motion, Sent
+from .operator import Operator
 from .outputs import TrajectoryOutput
+from .pace import Pace
 from .parameters import NodeParameters
 from .streams import Now
 from .worker import InferenceWorker, Phase, Request, Result
@@ -39,10 +47,14 @@ MAX_LATE_IN_A_ROW = 2
 RETRY_S = 1.0
 """How often a policy that went away is asked again."""
 
-_LATENCY_WEIGHT = 0.3  # of the newest value in the running mean
-
 FRESH_S = 0.005
 """A frame that has just arrived: no need to wait for the next one."""
+
+
+_COUNTED = (
+    *("chunks", "late", "refused", "clamped", "discarded", "off_schedule", "padded", "sessions", "clock_jumps"),
+    *("stop_and_go", "policy_lost", "executor_stalls", "controller_rejections"),
+)
 
 
 class Substate(str, Enum):
@@ -63,7 +75,12 @@ class ControlLoop:
         simulated: the node's clock is /clock.
         changed: called after a change of substate, reason, session or prompt.
         log: called with a level (``info``, ``warn``, ``error``) and a line.
-        prompt_topic, reset_service: their full names, for people.
+        prompt_topic, reset_service, start_service: their full names, for people.
+
+    Attributes:
+        description: text and source of the robot's URDF, once it is known; read at activation.
+        operator: what a person has asked for; ``commands`` gives it orders.
+        motion, pace: see there.
     """
 
     def __init__(
@@ -80,6 +97,7 @@ class ControlLoop:
         log: Callable[[str, str], None],
         prompt_topic: str = "~/prompt",
         reset_service: str = "~/reset",
+        start_service: str = "~/start",
     ) -> None:
         self._prompt_topic, self._reset_service = prompt_topic, reset_service
         self._params, self._joints, self._inputs = params, joints, inputs
@@ -87,7 +105,10 @@ class ControlLoop:
         self._simulated, self._changed, self._log = simulated, changed, log
         self._watch = ClockWatch(simulated=simulated)
         self._spec: PolicySpec | None = None
-        self._gate: SafetyGate | None = None
+        self.description: tuple[str, str] | None = None
+        self._loose: list[str] = []
+        self.operator = Operator(start_service)
+        self.motion, self.pace = Motion(params, joints, output), Pace(params)
         self.substate, self.reason, self.fault = Substate.INACTIVE, "", ""
         self.prompt = params.instruction.strip()
         self.session_id = ""
@@ -95,8 +116,8 @@ class ControlLoop:
         self.latency_s: float | None = None
         self.timings_s: dict[str, float] = {}
         self.counters: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
         self.durations = Durations()
-        self._mean_latency_s: float | None = None
         self._generation = 0
         self._session_start_ns = 0
         self._due_ns = 0
@@ -105,25 +126,52 @@ class ControlLoop:
         self._in_flight: Request | None = None
         self._input_lost = self._input_refused = self._was_sound = self._policy_lost = False
         self._refused_prompt: str | None = None
-        self._late_in_a_row = 0
+        self._late_in_a_row = self._refused_in_a_row = self._rejected_in_a_row = 0
+        self._ticked_ns = 0  # steady time of the last tick; 0: none since the activation
         self._said: tuple[Substate, str] = (Substate.INACTIVE, "")
 
     @property
     def active(self) -> bool:
         return self.substate is not Substate.INACTIVE
 
+    def prepare(self, spec: PolicySpec) -> JointLimits:
+        """May a robot be run with this policy? Changes nothing but the expected latency.
+
+        Raises:
+            ConfigError: limits of joints are missing, or steps outlast chunks; see ``resolve_limits`` and ``Pace``.
+        """
+        if self._params.control_rtc == "denoiser" and not spec.inpainting:
+            raise ConfigError(
+                "control.rtc is denoiser, but the policy cannot take committed rows into account",
+                remedy="set control.rtc: blend",
+            )
+        limits, loose = resolve_limits(self._params, self._joints, given_urdf(self._params) or self.description)
+        self._loose = loose
+        self.pace.activate(spec, self._params.control_min_lead_s or spec.dt_s, self._worker.status.warm_up_s)
+        return limits
+
     def activate(self, spec: PolicySpec) -> None:
-        """Start with a fresh session."""
-        self._spec, self._gate = spec, SafetyGate.for_policy(spec)
+        """Start with a fresh session.
+
+        Raises:
+            ConfigError: see ``prepare``.
+        """
+        limits = self.prepare(spec)
+        for line in self._loose:
+            self._log("warn", line)
+        self._spec = spec
         self._inputs.decode_for(spec.cameras)
+        self.motion.activate(spec, limits)
         self._watch = ClockWatch(simulated=self._simulated)
         self._output.forget(self._clock().ros_ns)
-        if self._mean_latency_s is None and (warm_up_s := self._worker.status.warm_up_s):
-            self._mean_latency_s = warm_up_s[-1]
         self.fault, self._refused_prompt = "", None
         self._input_lost = self._input_refused = self._was_sound = self._policy_lost = False
+        self._refused_in_a_row = self._rejected_in_a_row = self._ticked_ns = 0
         self._say(Substate.WAITING, "activated", log=False)
-        self._new_session()
+        if self.operator.estop:
+            self.latch("e-stop")
+        else:
+            self._new_session()
 
     def deactivate(self) -> None:
         """Hold, void everything under way. The publisher must still be active."""
@@ -134,13 +182,66 @@ class ControlLoop:
         finally:
             self.session_id = ""
             self._say(Substate.INACTIVE, "")
+            self.pace.tick(0, None)
 
     def reset(self) -> None:
-        """Clear a latched fault, start a new session."""
+        """Clear a latched fault, start a new session.
+
+        Raises:
+            ConfigError: the e-stop is pressed.
+        """
+        self.operator.check_reset()
         self.fault, self._refused_prompt = "", None
+        self._refused_in_a_row = self._rejected_in_a_row = 0
         if self.active:
             self._new_session()
             self._say(Substate.WAITING, "reset")
+
+    def stand_still(self, reason: str) -> None:
+        """Hold because a person asked for it; ``on_tick`` goes on when ``operator`` has no reason any more."""
+        if self.active:
+            self._new_session()
+            if not self.fault:
+                self._say(Substate.HOLDING, reason)
+
+    def go_home(self, measured: npt.NDArray[np.float64]) -> float:
+        """See ``Motion.home``. The robot stands still already, by order of ``operator``."""
+        return self.motion.home(self._clock().ros_ns, measured)
+
+    def controller_rejected(self, what: str) -> None:
+        """The robot's controller did not take a trajectory: hold, and latch when it goes on."""
+        if not self.active:
+            return
+        self.counters["controller_rejections"] += 1
+        self._rejected_in_a_row += 1
+        if self._rejected_in_a_row >= self._params.safety_max_consecutive_rejects:
+            self.latch(f"the controller rejected {self._rejected_in_a_row} trajectories in a row; {what}")
+        elif not self.fault:
+            self._new_session()
+            self._say(Substate.HOLDING, f"the controller rejected a trajectory: {what}")
+
+    def warn(self, line: str) -> None:
+        """To the node's log."""
+        self._log("warn", line)
+
+    @property
+    def ticked_ns(self) -> int:
+        """Steady time of the last tick while the robot is run by the policy; 0 otherwise."""
+        return self._ticked_ns if self.substate is Substate.RUNNING else 0
+
+    def controller_accepted(self) -> None:
+        self._rejected_in_a_row = 0
+
+    def measured(self) -> npt.NDArray[np.float64] | None:
+        """``[J]`` positions of the commanded joints now; None when they are not known well enough."""
+        return self._measured_at(self._clock().ros_ns)
+
+    def _measured_at(self, time_ns: int) -> npt.NDArray[np.float64] | None:
+        states = self._inputs.joint_states
+        try:
+            return None if states.missing() else self._joints.commanded_of(states.at(time_ns))
+        except ObservationError:
+            return None
 
     def set_prompt(self, prompt: str) -> None:
         """A different instruction starts a new session."""
@@ -156,10 +257,19 @@ class ControlLoop:
         self._changed()
 
     def on_tick(self) -> None:
-        """One control period: watch clock, deadline and inputs, then ask the policy if it is time."""
+        """One control period: watch clocks, deadline and inputs, then ask the policy if it is time."""
         if not self.active:
             return
         now = self._clock()
+        runs = self.substate is Substate.RUNNING and self._output.plan is not None
+        self.pace.tick(now.ros_ns, self._output.plan.end_ns if runs and self._output.plan else None)
+        stalled_s = (now.steady_ns - self._ticked_ns) * 1e-9 if self._ticked_ns else 0.0
+        self._ticked_ns = now.steady_ns
+        if 0.0 < self._params.safety_executor_stall_s < stalled_s:
+            self.counters["executor_stalls"] += 1
+            self._new_session()
+            self._say(Substate.HOLDING, f"the node's callbacks stood still for {stalled_s:.2f} s", "stood still")
+            return  # what has arrived meanwhile is looked at first
         if (jump_s := self._watch.update(now)) is not None:
             self._log("warn", f"the node's clock jumped by {jump_s:+.3f} s: new session")
             self._inputs.clear()
@@ -174,6 +284,10 @@ class ControlLoop:
             return
         if self._simulated and now.ros_ns == 0:
             self._say(Substate.WAITING, "use_sim_time is true, but nothing arrives on /clock")
+            return
+        if reason := self.operator.reason:
+            self.motion.go_on(now.ros_ns)
+            self._say(Substate.HOLDING, reason)
             return
         try:
             self._inputs.check(now)
@@ -195,7 +309,13 @@ class ControlLoop:
         completes = reference_ns not in (None, self._reference_ns)
         self._reference_ns = reference_ns or self._reference_ns
         now = self._clock()
-        if self.fault or self._input_lost or self._in_flight is not None or now.ros_ns < self._due_ns:
+        if (
+            self.fault
+            or self.operator.reason
+            or self._input_lost
+            or self._in_flight is not None
+            or now.ros_ns < self._due_ns
+        ):
             return
         if not completes:
             self._inputs.decode_newest()
@@ -267,47 +387,52 @@ class ControlLoop:
         self._asked_ns = observation.stamp_ns
         self.counters["off_schedule"] += observation.off_schedule
         self.counters["padded"] += observation.padded
+        if self._params.control_rtc == "denoiser":
+            arrival_ns = now.ros_ns + round((self.pace.mean_s or 0.0) * 1e9)
+            observation = replace(observation, committed=self.motion.committed(observation.stamp_ns, arrival_ns))
         self._in_flight = Request(self._generation, self.session_id, observation, now.steady_ns * 1e-9)
         self._worker.submit(self._in_flight)
         if self.step == 0 and not self._input_refused and not self._policy_lost:
             self._say(Substate.WAITING, "the policy works on its first chunk", log=False)
 
     def _on_chunk(self, result: Result) -> None:
-        assert self._spec is not None and self._gate is not None and result.chunk is not None
-        now, stamp_ns, dt_s = self._clock(), result.request.observation.stamp_ns, self._spec.dt_s
+        assert result.chunk is not None
+        now, stamp_ns = self._clock(), result.request.observation.stamp_ns
         self.latency_s, self.timings_s = result.latency_s, dict(result.chunk.timings_s)
         if self.step > 0 and result.chunk.reset is None:
             # A call that starts from an empty window takes another time than the next one will.
-            mean = self._mean_latency_s
-            self._mean_latency_s = self.latency_s if mean is None else mean + _LATENCY_WEIGHT * (self.latency_s - mean)
+            self.pace.took(self.latency_s)
         self.step += 1
         try:
-            rows = self._gate.admit(result.chunk.actions, dt_s=result.chunk.dt_s)
-            chunk = replace(result.chunk, actions=rows, stamp_ns=stamp_ns)
-            run = rows_to_run(
-                chunk,
-                now.ros_ns,
-                min_lead_s=self._params.control_min_lead_s,
-                first_of_session=self._output.rest_ns <= stamp_ns,
-            )
+            measured = self.measured()
+            if measured is None:
+                # Only needed of a robot that stands still, and then where it was seen will do.
+                measured = self._measured_at(stamp_ns)
+            sent = self.motion.run(result.chunk, stamp_ns, now.ros_ns, measured)
         except UnsafeChunk as error:
-            self.counters["refused"] += 1
-            self.latch(str(error))
+            self._on_unsafe(error)
             return
         except LateChunk as error:
             self._on_late(error, (now.ros_ns - stamp_ns) * 1e-9)
             return
-        skipped = len(rows) - len(run.rows)
-        before = self._joints.command(rows[skipped - 1 : skipped])[0] if skipped else None
-        self._output.publish(self._joints.command(run.rows), run.time_from_start_s, now.ros_ns, before=before)
         self._measure(result)
         self._late_in_a_row, self._input_refused, self._policy_lost = 0, False, False
-        self.counters["chunks"] += 1
-        self._plan_next(now.ros_ns + round((run.time_from_start_s[0] - (skipped + 1) * dt_s) * 1e9))
+        self._refused_in_a_row = 0
+        self._count(sent)
+        self._due_ns = self.pace.next_due_ns(sent.origin_ns, sent.joined.plan.end_ns)
         if self.substate is not Substate.RUNNING:
-            self._log("info", f"running: first chunk of {len(run.rows)} rows, step {result.latency_s:.2f} s")
+            self._log("info", f"running: first chunk of {sent.rows} rows, step {result.latency_s:.2f} s")
         self._say(Substate.RUNNING, "")
         self._changed()
+
+    def _count(self, sent: Sent) -> None:
+        self.counters["chunks"] += 1
+        self.counters["clamped"] += bool(sent.joined.clamped)
+        for line in sent.joined.clamped:
+            self._log("warn", f"clamped: {line}")
+        if self.pace.stops and not self.counters["stop_and_go"]:
+            self._log("warn", "stop and go: the robot executes a whole chunk and stands still until the next is there")
+        self.counters["stop_and_go"] += self.pace.stops
 
     def _measure(self, result: Result) -> None:
         """To be called when the chunk has just been published."""
@@ -319,32 +444,19 @@ class ControlLoop:
             self.durations.add("frame_to_step", result.started_s - arrived_s)
             self.durations.add("step_to_publish", self._clock().steady_ns * 1e-9 - result.ended_s)
 
-    def _plan_next(self, origin_ns: int) -> None:
-        assert self._spec is not None
-        plan = self._output.plan
-        stops = stops_between_chunks(
-            latency_s=self._mean_latency_s,
-            horizon=self._spec.horizon,
-            dt_s=self._spec.dt_s,
-            # A request goes out with a frame that is up to a step old.
-            min_lead_s=self._params.control_min_lead_s + self._spec.dt_s,
-        )
-        if stops and not self.counters["stop_and_go"]:
-            chunk_s = self._spec.horizon * self._spec.dt_s
-            self._log(
-                "warn",
-                f"a step takes {self._mean_latency_s:.2f} s, a chunk lasts {chunk_s:.2f} s: the robot executes a whole "
-                "chunk and stands still until the next one is there",
-            )
-        self.counters["stop_and_go"] += stops
-        self._due_ns = next_request_due(
-            origin_ns,
-            execute_steps=self._params.control_execute_steps,
-            dt_s=self._spec.dt_s,
-            latency_s=self._mean_latency_s,
-            plan_end_ns=origin_ns if plan is None else plan.end_ns,
-            stops=stops,
-        )
+    def _on_unsafe(self, error: UnsafeChunk) -> None:
+        """Nothing of the chunk was sent. A matter of degree holds and is tried again, up to a number of times in a row;
+        anything else latches."""
+        self.counters["refused"] += 1
+        self.refusals[error.kind if isinstance(error, LimitViolation) else error.what] += 1
+        self._refused_in_a_row += 1
+        if not isinstance(error, LimitViolation) or error.far or self._params.safety_on_violation == "fault":
+            self.latch(str(error))
+        elif self._refused_in_a_row >= self._params.safety_max_consecutive_rejects:
+            self.latch(f"{self._refused_in_a_row} chunks in a row were refused; {error}")
+        else:
+            self._new_session()
+            self._say(Substate.HOLDING, str(error))
 
     def _on_late(self, error: LateChunk, age_s: float) -> None:
         self.counters["late"] += 1
@@ -352,11 +464,12 @@ class ControlLoop:
         if self._late_in_a_row > MAX_LATE_IN_A_ROW:
             self.latch(f"{self._late_in_a_row} chunks in a row came too late; {error}")
             return
-        self._log("warn", str(error))
-        # The mean alone would learn of a policy that has become slower only after many more late chunks.
-        self._mean_latency_s = max(self._mean_latency_s or 0.0, age_s)
-        assert self._spec is not None
-        self._plan_next(self._clock().ros_ns - round(self._params.control_execute_steps * self._spec.dt_s * 1e9))
+        self.pace.was_late(age_s)
+        now = self._clock()
+        self.motion.hold(now.ros_ns)
+        # Only what shows the robot at rest is of use now.
+        self._session_start_ns, self._due_ns = max(now.ros_ns, self._output.rest_ns), 0
+        self._say(Substate.HOLDING, str(error), error.what)
 
     def _on_refusal(self, error: WamError) -> None:
         if isinstance(error, Cancelled):
@@ -421,7 +534,7 @@ class ControlLoop:
         """Stop the robot, void everything under way, forget the episode."""
         now = self._clock()
         try:
-            self._output.hold(now.ros_ns)
+            self._stop(now.ros_ns)
         finally:
             # The first chunk of a session assumes a robot that stands still, so nothing seen while it brakes is used.
             self._session_start_ns = max(now.ros_ns, self._output.rest_ns)
@@ -430,6 +543,11 @@ class ControlLoop:
             self._in_flight = None
             self.session_id, self.step = uuid.uuid4().hex, 0
             self._due_ns = self._asked_ns = self._late_in_a_row = 0
+
+    def _stop(self, now_ns: int) -> None:
+        if self.fault and self._params.safety_on_fault == "stop_publishing" and not self.operator.estop:
+            return
+        self.motion.hold(now_ns)
 
     def _say(self, substate: Substate, reason: str, key: str | None = None, *, log: bool = True) -> None:
         """Set substate and reason. ``key`` is the part of the reason that does not change from tick to tick; without
@@ -453,17 +571,16 @@ class ControlLoop:
             "step": self.step,
             "prompt": self.prompt,
             "latency_s": self.latency_s,
-            "expected_latency_s": self._mean_latency_s,
+            "expected_latency_s": self.pace.mean_s,
+            "stall_share": self.pace.stall_share,
+            "refusals": dict(self.refusals),
             "timings_s": self.timings_s,
             "durations_s": self.durations.summary(),
             "counters": {
-                **{k: self.counters[k] for k in ("chunks", "late", "refused", "discarded", "off_schedule", "padded")},
+                **{k: self.counters[k] for k in _COUNTED},
+                "holds": self._output.holds,
                 "superseded": self._worker.superseded,
                 "pictures_skipped": self._worker.after_step_skipped,
-                "sessions": self.counters["sessions"],
-                "clock_jumps": self.counters["clock_jumps"],
-                "stop_and_go": self.counters["stop_and_go"],
-                "policy_lost": self.counters["policy_lost"],
                 "streams": self._inputs.counters(),
             },
         }

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from wam_policy_ros.contract.errors import ConfigError, MissingInput, StaleInput
 from wam_policy_ros.contract.history import Selection, select_frames
-from wam_policy_ros.contract.interface import CameraSpec, Observation, PolicySpec
+from wam_policy_ros.contract.interface import CameraSpec, CommittedRows, Observation, PolicySpec
 
 from .bridge import Bridge
 from .drops import Log
@@ -54,6 +54,7 @@ class PendingObservation:
         saw_size: told camera and decoded (height, width) of a newest image that did not tell it before; may raise.
         saw_spread: told camera and standard deviation of a newest image that only decoding shows.
         rules: camera -> how its messages are read.
+        committed: rows of the running plan for a policy that takes them into account, see ``Observation.committed``.
         off_schedule, padded: see ``contract.history.Selection``, summed over cameras.
         arrived_ns: when the last of ``newest`` arrived, on the steady clock.
     """
@@ -69,6 +70,7 @@ class PendingObservation:
     saw_size: Callable[[str, tuple[int, int]], None]
     saw_spread: Callable[[str, float], None] = lambda camera, value: None
     rules: Mapping[str, ImageRules] = field(default_factory=dict)
+    committed: CommittedRows | None = None
     off_schedule: int = 0
     padded: int = 0
     arrived_ns: int = 0
@@ -100,6 +102,7 @@ class PendingObservation:
             stamp_ns=self.stamp_ns,
             frame_stamps_ns=stamps,
             session_start_ns=self.session_start_ns,
+            committed=None if first_call else self.committed,
         )
 
     def _look(self, newest: Frame, camera: CameraSpec, topic: str, rules: ImageRules) -> None:

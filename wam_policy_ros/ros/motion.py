@@ -52,6 +52,7 @@ class Motion:
         self._gate: SafetyGate | None = None
         self._limits: JointLimits | None = None
         self._chunk: tuple[npt.NDArray[np.float64], int] | None = None  # last one under way, and its origin
+        self._way_home: Plan | None = None
         self._rules = Rules(
             blend_steps=params.control_blend_steps,
             with_velocities=params.control_publish_velocities,
@@ -63,7 +64,7 @@ class Motion:
     def activate(self, spec: PolicySpec, limits: JointLimits) -> None:
         """Nothing moves before this was called."""
         self._spec, self._gate, self._limits = spec, SafetyGate.for_policy(spec), limits
-        self._chunk = None
+        self._chunk = self._way_home = None
         self._output.use(limits)
 
     @property
@@ -105,7 +106,7 @@ class Motion:
 
     def hold(self, now_ns: int) -> bool:
         """Stop. True when something had to be sent."""
-        self._chunk = None
+        self._chunk = self._way_home = None
         return self._output.hold(now_ns)
 
     def _before(self, now_ns: int, measured: npt.NDArray[np.float64] | None, *, at_rest: bool) -> Plan:
@@ -136,7 +137,8 @@ class Motion:
         return rows
 
     def home(self, now_ns: int, measured: npt.NDArray[np.float64]) -> float:
-        """Go to ``home.positions`` at ``home.max_velocity``, through the same gate.
+        """Go to ``home.positions`` at ``home.max_velocity``, through the same gate, as soon as the robot is at rest:
+        ``go_on`` sends it.
 
         Args:
             measured: ``[J]`` positions of the commanded joints.
@@ -156,7 +158,8 @@ class Motion:
                 got=f"{len(goal)} values",
                 expected=f"one for each of {list(names)}",
             )
-        start = self._before(now_ns, measured, at_rest=True).at(now_ns)
+        at_ns = max(now_ns, self._output.rest_ns)
+        start = self._before(at_ns, measured if at_ns == now_ns else None, at_rest=True).at(at_ns)
         arm = ~self._limits.gripper
         way = np.abs(goal - start)
         # A quintic from rest to rest has 1.875 times the mean speed and 5.774 D/T^2 of acceleration at its sharpest.
@@ -168,14 +171,21 @@ class Motion:
         u = (np.arange(steps + 1) / steps)[:, None]
         s = u**3 * (10.0 + u * (6.0 * u - 15.0))
         rate = 30.0 * u**2 * (1.0 - u) ** 2 / (steps * self._spec.dt_s)
-        times_ns = now_ns + np.rint(np.arange(steps + 1) * self._spec.dt_s * 1e9).astype(np.int64)
+        times_ns = at_ns + np.rint(np.arange(steps + 1) * self._spec.dt_s * 1e9).astype(np.int64)
         v = rate * (goal - start) if self._params.control_publish_velocities else None
         plan = Plan(times_ns, start + s * (goal - start), v)
         if (found := violation(plan, self._limits)) is not None:
             raise LimitViolation("the way home breaks a limit", kind=found.kind, got=found.text())
-        self._chunk = None
-        self._output.publish(plan)
+        self._chunk, self._way_home = None, plan
+        self.go_on(now_ns)
         return steps * self._spec.dt_s
+
+    def go_on(self, now_ns: int) -> None:
+        """At every tick of a robot that the policy does not run: send the way home when its time has come."""
+        plan = self._way_home
+        if plan is not None and now_ns >= plan.times_ns[0]:
+            self._way_home = None
+            self._output.publish(plan.shifted(now_ns - int(plan.times_ns[0])))
 
     def committed(self, stamp_ns: int, arrival_ns: int) -> CommittedRows | None:
         """What the robot will do after an observation unless a chunk changes it; None when it stands.

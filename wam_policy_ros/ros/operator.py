@@ -21,7 +21,11 @@ class Operator:
     def __init__(self, start_service: str = "~/start") -> None:
         self.start_service = start_service
         self.estop = self._hold = False
-        self._stopped = ""
+        self._stopped = self._waits = ""
+
+    def wait(self, why: str) -> None:
+        """For something else than a person; empty: no longer."""
+        self._waits = why
 
     def hold(self, on: bool) -> None:
         self._hold = on
@@ -40,6 +44,8 @@ class Operator:
             return "e-stop"
         if self._hold:
             return "held by ~/hold; remedy: call it with false"
+        if self._waits:
+            return self._waits
         return f"{self._stopped}; remedy: call {self.start_service}" if self._stopped else ""
 
     def check_reset(self) -> None:

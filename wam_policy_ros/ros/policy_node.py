@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rcl_interfaces.msg import SetParametersResult
-from rclpy.duration import Duration
 from rclpy.exceptions import NameValidationException
 from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from rclpy.parameter import Parameter
-from rclpy.qos import QoSProfile
 from std_msgs.msg import String
-from std_srvs.srv import Trigger
-from trajectory_msgs.msg import JointTrajectory
 
 from wam_policy_ros.contract.errors import ConfigError, NotReady
 from wam_policy_ros.contract.interface import Policy
@@ -31,14 +27,15 @@ from .checks import other_publishers
 from .control import ControlLoop
 from .frames import DecodeAhead
 from .lifecycle import Autostart, steady_clock, transition
-from .messages import trajectory_to_msg
 from .parameters import NodeParameters
 from .qos import latched_qos
 from .reporter import Reporter
 from .reports import Monitor
+from .stall import StallWatch
 from .streams import Now
 from .subscriptions import subscribe
 from .video import VideoOutput
+from .wiring import RobotOutputs, serve, watch_description
 from .worker import InferenceWorker, Phase, Progress, WorkerStatus
 
 STOP_S = 0.5
@@ -47,8 +44,8 @@ STOP_S = 0.5
 SERVER_STOP_S = 1.0
 """The same for the OpenPI server, which takes leave of its clients."""
 
-ACKED_S = 0.1
-"""How long a publisher of trajectories waits for its last one, a hold, to arrive before it is destroyed."""
+DESCRIPTION_S = 3.0
+"""How long the automatic start waits for limits of the joints, which a robot_description may bring."""
 
 
 @dataclass
@@ -94,11 +91,11 @@ class PolicyNode(LifecycleNode):
         self._guard = None if events else self.create_guard_condition(self._on_worker)
         self.create_timer(1.0, self.publish_state, clock=steady_clock())
         self.add_on_set_parameters_callback(self._on_set_parameters)
-        self._autostart = None
+        self._autostart, self._ready_s = None, 0.0
         if self.get_parameter("autostart").value is True:
             self._autostart = Autostart(
                 self,
-                lambda: self.worker_status.phase if self.worker_status else None,
+                self._start_phase,
                 self._safely,
                 self._autostart_failed,
             )
@@ -108,6 +105,19 @@ class PolicyNode(LifecycleNode):
     def worker_status(self) -> WorkerStatus | None:
         """What the worker is doing, None while unconfigured."""
         return self._parts.worker.status if self._parts else None
+
+    def _start_phase(self) -> Phase | None:
+        """The worker's; not yet ready while the robot's description, which nothing can move without, may still come."""
+        status = self.worker_status
+        if status is None or status.phase is not Phase.READY or status.spec is None:
+            return status.phase if status else None
+        self._ready_s = self._ready_s or time.monotonic()
+        if time.monotonic() - self._ready_s < DESCRIPTION_S:
+            try:
+                self._need_parts().control.prepare(status.spec)
+            except ConfigError:
+                return Phase.WARMING_UP
+        return Phase.READY
 
     @property
     def control(self) -> ControlLoop | None:
@@ -151,12 +161,21 @@ class PolicyNode(LifecycleNode):
         if status.spec.random_weights:
             label, weights = "RANDOM WEIGHTS: not a policy", status.spec.weights
             self.get_logger().warning(weights if weights.startswith("RANDOM WEIGHTS") else f"{label} ({weights})")
-        topic = self.resolve_topic_name(parts.params.output_topic)
-        if others := other_publishers(self, topic):
-            self.get_logger().warning(f"{', '.join(others)} can publish on {topic}, too: two masters of one robot")
+        self._look_for_masters(parts.params)
         result = super().on_activate(state)
         parts.control.activate(status.spec)
         return result
+
+    def _look_for_masters(self, params: NodeParameters) -> None:
+        if params.output_mode == "action":
+            return
+        name = params.output_topic if params.output_mode == "topic" else params.output_joint_command
+        topic = self.resolve_topic_name(name)
+        if others := other_publishers(self, topic):
+            text = f"{', '.join(others)} can publish on {topic}, too: two masters of one robot"
+            if params.output_exclusive:
+                raise ConfigError(text, remedy="stop the other one, or set output.exclusive: false")
+            self.get_logger().warning(text)
 
     @transition("inactive")
     def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
@@ -198,9 +217,7 @@ class PolicyNode(LifecycleNode):
             self._log("info", text)
         ahead = DecodeAhead()
         entities.callback(ahead.stop)
-        publisher = self.create_lifecycle_publisher(JointTrajectory, params.output_topic, QoSProfile(depth=1))
-        entities.callback(self.destroy_lifecycle_publisher, publisher)
-        entities.callback(publisher.wait_for_all_acked, Duration(seconds=ACKED_S))
+        outputs: list[RobotOutputs] = []
         video = VideoOutput(self, entities)
         worker = InferenceWorker(
             lambda progress: self._policy_factory(params, progress),
@@ -213,7 +230,7 @@ class PolicyNode(LifecycleNode):
         robot = assemble(
             params,
             worker=worker,
-            send=lambda plan: publisher.publish(trajectory_to_msg(plan)),
+            send=lambda trajectory: outputs[0](trajectory),
             clock=self.now,
             simulated=self.get_parameter("use_sim_time").value is True,
             changed=self.publish_state,
@@ -223,7 +240,10 @@ class PolicyNode(LifecycleNode):
             decode_ahead=ahead.add,
             prompt_topic=self.resolve_topic_name("~/prompt"),
             reset_service=self.resolve_service_name("~/reset"),
+            start_service=self.resolve_service_name("~/start"),
         )
+        outputs.append(RobotOutputs(self, params, robot.joints, entities))
+        outputs[0].serve(robot.control, robot.output)
         control, inputs = robot.control, robot.inputs
 
         def warn(line: str) -> None:
@@ -236,17 +256,26 @@ class PolicyNode(LifecycleNode):
             String, "~/prompt", lambda msg: self._safely(control.set_prompt, msg.data), latched_qos()
         )
         entities.callback(self.destroy_subscription, prompt)
-        reset = self.create_service(Trigger, "~/reset", self._on_reset)
-        entities.callback(self.destroy_service, reset)
+        serve(self, params, control, entities, self._safely)
+        watch_description(self, params, control, entities, self._safely)
         rate_hz = robot.expected.control_rate_hz
         monitor = Monitor(inputs, rate_hz)
 
         def on_tick() -> None:
             monitor.ticks.tick(time.monotonic())
             control.on_tick()
+            outputs[0].on_tick(self.now().ros_ns)
 
         tick = self.create_timer(1.0 / rate_hz, lambda: self._safely(on_tick), clock=steady_clock())
         entities.callback(self.destroy_timer, tick)
+        if params.safety_executor_stall_s:
+            watch = StallWatch(
+                params.safety_executor_stall_s,
+                lambda: control.ticked_ns,
+                lambda: robot.output.hold(self.now().ros_ns),
+            )
+            watch.start()
+            entities.callback(watch.stop)
         progress = ProgressLog(lambda line: self._log("info", line))
         server = make_server(params, worker.owner, self._log)
         if server is not None:
@@ -325,18 +354,6 @@ class PolicyNode(LifecycleNode):
             self.get_logger().error(f"the robot could not be held\n{traceback.format_exc()}")
         finally:
             self._defective = False
-
-    def _on_reset(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
-        result = self._safely(self._reset)
-        response.success, response.message = result or (False, "defect in the node, see the log")
-        return response
-
-    def _reset(self) -> tuple[bool, str]:
-        if self._parts is None:
-            return False, "the node is not configured"
-        control = self._parts.control
-        control.reset()
-        return True, f"session {control.session_id}" if control.active else "not active; fault cleared"
 
     def _on_set_parameters(self, changes: list[Parameter]) -> SetParametersResult:
         result = self._safely(self._set_parameters, changes)

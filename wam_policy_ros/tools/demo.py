@@ -37,7 +37,23 @@ INSTRUCTION = "pick up the block and put it in the bowl"
 NAMESPACE = "wam_demo"
 REPORT_FILES = ("demo.mp4", "trajectory.png", "dashboard.png", "summary.json", "node.log", "clip_robot.npz")
 # The robot is simulated and shares a few cores with the node: a late message means a busy host, not a dead camera.
-PATIENCE = {"sync.max_age_s": "1.0", "sync.joint_max_age_s": "1.0", "sync.max_skew_s": "0.2"}
+PATIENCE = {
+    "sync.max_age_s": "1.0",
+    "sync.joint_max_age_s": "1.0",
+    "sync.max_skew_s": "0.2",
+    "safety.executor_stall_s": "5.0",
+    "control.mode": "auto",
+}
+
+# Noise asks for more than any arm allows, and would be refused. Nothing but a simulated follower executes it.
+NOISE_LIMITS = {
+    "safety.max_velocity": "[20.0]",
+    "safety.max_acceleration": "[2000.0]",
+    "safety.max_first_step_rad": "1.0",
+    "safety.on_violation": "clamp",
+    "safety.clamp_excess": "10.0",
+    "safety.clamp_outside": "1.0",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +107,7 @@ def _node_command(args: argparse.Namespace) -> list[str]:
         command += ["--params-file", str(config_file(name))]
     for key, value in given.items():
         command += ["-p", f"{key}:='{value.replace(chr(39), chr(39) * 2)}'"]
-    for key, value in PATIENCE.items():
+    for key, value in {**PATIENCE, **(NOISE_LIMITS if args.checkpoint is None else {})}.items():
         command += ["-p", f"{key}:={value}"]
     command += ["-p", "pictures.time_share:=1.0"]  # the report wants every prediction
     return [*command, "-p", "exit_on_failure:=true", "-r", f"__ns:=/{NAMESPACE}"]
