@@ -39,7 +39,9 @@ def _chunk(case: Case, arrays: dict[str, np.ndarray]) -> Outcome:
     measured = arrays.get("q_measured")
     chunk = arrays["chunk"].astype(np.float64)
     is_open, is_closed = robot.gripper(case.config)
-    # The finger stands where the chunk begins, so that only the arm is looked at.
+    # The finger stands where the chunk begins, so that only the arm is looked at, and so does an arm that is not told.
+    if measured is None and chunk.shape[1] == robot.SPEC.action_dim and np.isfinite(chunk[0]).all():
+        measured = chunk[0, :-1]
     start = float(np.clip(np.nan_to_num(chunk[0, -1]), 0.0, 1.0)) if chunk.shape[1] == robot.SPEC.action_dim else 0.5
     assert abs(float(arrays.get("dt", robot.SPEC.dt_s)) - robot.SPEC.dt_s) < 1e-3, "another step time than the robot's"
     stage = Stage(

@@ -33,6 +33,9 @@ VALUES = {
     "gripper.open": 0.08,
     "gripper.closed": 0.0,
     "instruction": "stir",
+    "safety.position_min": -2.9,
+    "safety.position_max": 2.9,
+    "safety.max_velocity": 2.0,
 }
 
 
@@ -107,7 +110,7 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_slow_policy_is_late_and_said_to_be(tmp_path: Path) -> None:
-    _, data = run(write(tmp_path / "bag", episode(8.0)), latency_s=2.0)
+    _, data = run(write(tmp_path / "bag", episode(8.0)), latency_s=2.0, **{"control.mode": "auto"})
     assert data["counters"]["stop_and_go"] > 0 and data["policy_calls"]["latency_s"]["p50"] == 2.0
     assert any("stands still" in e["line"] for e in data["log"])
 
@@ -143,6 +146,7 @@ def test_the_command_writes_both_reports_and_needs_no_ros(tmp_path: Path, monkey
     config.write_text(
         f"/**/wam_policy:\n  ros__parameters:\n    joints: {{names: [{names}], topic: /joint_states}}\n"
         f"    cameras: {{topics: [{', '.join(CAMERAS)}]}}\n    gripper: {{open: 0.08, closed: 0}}\n"
+        "    safety: {position_min: [-2.9], position_max: [2.9], max_velocity: [2.0]}\n"
     )
     asked: list[list[str]] = []
 

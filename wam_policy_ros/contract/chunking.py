@@ -58,7 +58,7 @@ def rows_to_run(chunk: ActionChunk, now_ns: int, *, min_lead_s: float, first_of_
     if chunk.stamp_ns is None:
         raise ChunkError("the chunk has no observation stamp", remedy="give Observation.stamp_ns to the policy")
     ahead = np.asarray(steps * chunk.dt_s - (now_ns - chunk.stamp_ns) * 1e-9, dtype=np.float64)
-    keep = ahead >= min_lead_s - LEAD_TOLERANCE * chunk.dt_s
+    keep = (ahead >= min_lead_s - LEAD_TOLERANCE * chunk.dt_s) & (ahead > 0.0)
     if (left := int(keep.sum())) < MIN_ROWS:
         raise LateChunk(
             "the chunk came too late",

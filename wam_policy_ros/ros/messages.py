@@ -336,6 +336,6 @@ def trajectory_to_msg(plan: Trajectory, *, absolute: bool = False) -> JointTraje
             point.velocities = plan.velocities[k].tolist()
         point.time_from_start = Duration(sec=int(t) // 1_000_000_000, nanosec=int(t) % 1_000_000_000)
         msg.points.append(point)
-    if found := trajectory_faults(msg):
+    if found := trajectory_faults(msg, absolute=absolute):
         raise ValueError(f"a controller would not execute this trajectory: {'; '.join(found)}")
     return msg
