@@ -13,7 +13,7 @@ T0 = 1_750_000_000 * NS
 
 
 class Message(NamedTuple):
-    """One message to write. ``kind`` is one of ``image``, ``compressed``, ``joints``, ``clock``."""
+    """One message to write. ``kind`` is one of ``image``, ``compressed``, ``joints``, ``clock``, ``text``."""
 
     at_s: float
     topic: str
@@ -26,6 +26,7 @@ TYPES = {
     "compressed": "sensor_msgs/msg/CompressedImage",
     "joints": "sensor_msgs/msg/JointState",
     "clock": "rosgraph_msgs/msg/Clock",
+    "text": "std_msgs/msg/String",
 }
 
 
@@ -78,10 +79,12 @@ def write(folder: Path, messages: Iterable[Message], *, storage: str = "mcap", s
             if message.topic not in connections:
                 connections[message.topic] = writer.add_connection(message.topic, kind, typestore=store)
             fields = dict(message.fields)
-            stamp_s = fields.pop("stamp_s")
+            stamp_s = fields.pop("stamp_s", 0.0)
             ns = 0 if stamp_s == float("-inf") else start_ns + round(stamp_s * NS)
             time = stamp(ns // NS, ns % NS)
-            whole = {"clock": time} if message.kind == "clock" else {"header": header(time, "frame"), **fields}
+            whole = {"header": header(time, "frame"), **fields}
+            if message.kind in ("clock", "text"):
+                whole = {"clock": time} if message.kind == "clock" else fields
             data = store.serialize_cdr(store.types[kind](**whole), kind)
             writer.write(connections[message.topic], start_ns + round(message.at_s * NS), data)
     return folder

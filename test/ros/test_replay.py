@@ -123,6 +123,24 @@ def test_simulated_time_is_taken_from_the_recording(tmp_path: Path) -> None:
     assert abs(done.clock().ros_ns - (1_750_000_000 - 1000 + 2) * 10**9) < 10**8
 
 
+def test_limits_come_from_the_recorded_description(tmp_path: Path) -> None:
+    limit = '<limit lower="-1" upper="1" velocity="0.5" effort="1"/>'
+    urdf = "".join(f'<joint name="{n}" type="revolute">{limit}</joint>' for n in NAMES)
+    described = Message(0.0, "/robot_description", "text", {"data": f'<robot name="r">{urdf}</robot>'})
+
+    def fast(observation: Any, step: int) -> np.ndarray:
+        rows = np.tile(np.concatenate(list(observation.state.values())), (24, 1))
+        rows[:, 0] += 0.06 * np.arange(1, 25)  # 0.9 rad/s, which the parameters allow
+        return rows
+
+    none = {"safety.position_min": [], "safety.position_max": [], "safety.max_velocity": []}
+    _, data = run(write(tmp_path / "bag", [*episode(1.0), described]), ScriptedPolicy(fast), **none)
+    assert data["published"]["trajectories"] == 0
+    assert any("speed of axis0" in s["reason"] and "0.5" in s["reason"] for s in data["states"])
+    with pytest.raises(ConfigError, match="limit"):
+        run(write(tmp_path / "without", episode(0.5)), **none)
+
+
 @pytest.mark.parametrize(
     ("topic", "namespace", "full"),
     [("/a/b", "n", "/a/b"), ("a/b", "", "/a/b"), ("a/b", "/n/", "/n/a/b"), ("~/c", "n", "/n/wam_policy/c")],

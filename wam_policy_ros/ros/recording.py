@@ -87,6 +87,13 @@ class Recording:
             topics[connection.topic] = (connection.msgtype, count)
         return Contents(self._reader.start_time, self._reader.end_time, topics)
 
+    def text(self, topic: str) -> str | None:
+        """The first std_msgs/String on a topic, None when there is none."""
+        chosen = [c for c in self._reader.connections if c.topic == topic and c.msgtype == "std_msgs/msg/String"]
+        for connection, _, raw in self._reader.messages(connections=chosen) if chosen else ():
+            return str(self._reader.deserialize(raw, connection.msgtype).data)
+        return None
+
     def messages(self, topics: Sequence[str]) -> Iterator[Recorded]:
         """The messages of some topics in the order of reception; of other types than the node's are left out."""
         kinds = {IMAGE, COMPRESSED, JOINTS, "rosgraph_msgs/msg/Clock"}

@@ -65,9 +65,12 @@ def replay(
     contents = recording.contents
     if simulated is None:
         simulated = CLOCK_TOPIC in contents.topics
+    where = full_name("robot_description", namespace)
+    urdf = recording.text(where)
     run = VirtualRun(
         params,
         policy,
+        description=None if urdf is None else (urdf, where),
         start_ns=contents.start_ns,
         simulated=simulated,
         latency_s=latency_s,

@@ -203,6 +203,7 @@ class VirtualRun:
         simulated: the node's clock is /clock.
         latency_s, warm_up_s: see ``VirtualWorker``.
         tick_phase_s: when the first control tick comes.
+        description: text and source of the robot's URDF, as the node has them from ``robot_description``.
         resolve: topic -> its full name.
 
     Attributes:
@@ -221,6 +222,7 @@ class VirtualRun:
         latency_s: Callable[[int, float], float] = lambda call, measured_s: measured_s,
         warm_up_s: tuple[float, ...] = (),
         tick_phase_s: float = 0.0,
+        description: tuple[str, str] | None = None,
         resolve: Callable[[str], str] = lambda topic: topic,
     ) -> None:
         self.clock = VirtualClock(start_ns=start_ns, simulated=simulated)
@@ -244,6 +246,7 @@ class VirtualRun:
             self._streams.setdefault(resolve(stream.topic), []).append(stream)
         self._period_ns = round(1e9 / self.robot.expected.control_rate_hz)
         self._next_tick_ns = STEADY_0_NS + round(tick_phase_s * 1e9)
+        self.robot.control.description = description
         self.robot.activate(policy.spec)
         self._active = True
 
