@@ -124,7 +124,7 @@ def test_simulated_time_is_taken_from_the_recording(tmp_path: Path) -> None:
 
 
 def test_limits_come_from_the_recorded_description(tmp_path: Path) -> None:
-    limit = '<limit lower="-1" upper="1" velocity="0.5" effort="1"/>'
+    limit = '<limit lower="-2" upper="2" velocity="0.5" effort="1"/>'
     urdf = "".join(f'<joint name="{n}" type="revolute">{limit}</joint>' for n in NAMES)
     described = Message(0.0, "/robot_description", "text", {"data": f'<robot name="r">{urdf}</robot>'})
 
@@ -136,7 +136,7 @@ def test_limits_come_from_the_recorded_description(tmp_path: Path) -> None:
     none = {"safety.position_min": [], "safety.position_max": [], "safety.max_velocity": []}
     _, data = run(write(tmp_path / "bag", [*episode(1.0), described]), ScriptedPolicy(fast), **none)
     assert data["published"]["trajectories"] == 0
-    assert any("speed of axis0" in s["reason"] and "0.5" in s["reason"] for s in data["states"])
+    assert any("speed of axis0" in s["reason"] and "0.5" in s["reason"] for s in data["states"]), data["states"]
     with pytest.raises(ConfigError, match="limit"):
         run(write(tmp_path / "without", episode(0.5)), **none)
 

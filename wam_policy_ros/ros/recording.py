@@ -91,7 +91,7 @@ class Recording:
         """The first std_msgs/String on a topic, None when there is none."""
         chosen = [c for c in self._reader.connections if c.topic == topic and c.msgtype == "std_msgs/msg/String"]
         for connection, _, raw in self._reader.messages(connections=chosen) if chosen else ():
-            return str(self._reader.deserialize(raw, connection.msgtype).data)
+            return str(getattr(self._reader.deserialize(raw, connection.msgtype), "data"))  # noqa: B009
         return None
 
     def messages(self, topics: Sequence[str]) -> Iterator[Recorded]:
