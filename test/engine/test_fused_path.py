@@ -152,6 +152,64 @@ def test_prompts(plain, fused, monkeypatch):
     fused.close(session)
 
 
+def test_frames_encoded_ahead_give_the_same_bits(fused):
+    """Also when the guess was wrong, or the window starts afresh."""
+
+    def go(guess):
+        session, chunks, hits = fused.open(), [], []
+        seen = [look(fused.spec, 300 + i, frames=1 if i == 0 else 4) for i in range(5)]
+        for i, observation in enumerate(seen):
+            if guess:
+                told = guess(i, observation)
+                hits.append([fused.observe(session, slot, views) for slot, views in enumerate(told)])
+            chunks.append(fused.infer(session, observation))
+        ahead = session.ahead
+        fused.close(session)
+        return chunks, hits, ahead
+
+    def views(observation, count):
+        return [{name: f[t] for name, f in observation.frames.items()} for t in range(count)]
+
+    expected, _, nothing = go(None)
+    right, hits, ahead = go(lambda i, o: views(o, 3 if i else 1))
+    wrong, _, missed = go(lambda i, o: views(look(fused.spec, 999, frames=4), 3))
+    assert all(same(a, b) for a, b in zip(right, expected, strict=True))
+    assert all(same(a, b) for a, b in zip(wrong, expected, strict=True))
+    # Before the first call there is nothing to go on from; the fifth finds the window full and starts it afresh.
+    assert nothing is None and hits == [[False], *[[True] * 3] * 4]
+    assert (ahead.hits, ahead.misses, missed.hits, missed.misses) == (3, 0, 0, 3)
+
+
+def test_encoding_ahead_is_for_the_fused_step(plain):
+    session = plain.open()
+    plain.infer(session, look(plain.spec, 0, frames=1))
+    assert not plain.observe(session, 0, {n: f[0] for n, f in look(plain.spec, 1, frames=1).frames.items()})
+
+
+def test_the_text_encoder_may_wait_on_the_host(fused):
+    network = make_network()
+    waiting = make_policy(replace(FUSED, text="streamed"), network=network)
+    assert all(p.is_meta for p in network.text_encoder.blocks.parameters())
+    for a, b in zip(run(waiting, (1, 4), prompt="open it"), run(fused, (1, 4), prompt="open it"), strict=True):
+        assert same(a, b)
+
+
+def test_preparing_takes_no_window_and_changes_nothing():
+    fresh, used = make_policy(FUSED), make_policy(FUSED)
+    fresh.path.prepare()
+    assert fresh.path.pool.made == fresh.path.pool.idle == 1
+    assert all(same(a, b) for a, b in zip(run(fresh, (1, 4, 4)), run(used, (1, 4, 4)), strict=True))
+
+
+def test_presets():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert EngineConfig.preset("auto", cpu) == EngineConfig.reference()
+    assert EngineConfig.preset("auto", gpu).tier == "numeric" and EngineConfig.preset("fp8", gpu).linears == "fp8"
+    assert EngineConfig.preset("bf16", gpu, evaluations=16).evaluations == 16
+    with pytest.raises(ConfigError, match="preset"):
+        EngineConfig.preset("warp", gpu)
+
+
 # -- eight bits -------------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,7 @@ def build_policy(
     except CheckpointFileError as error:
         raise CheckpointError(error.what, problems=error.problems, remedy=error.remedy) from error
     policy = DreamZeroPolicy(network, robot, statistics, tokens, config, weights=f"checkpoint {folder.path.name}")
+    policy.prepare(progress)
     known = fingerprint(entry.shard for entry in folder.tensors.values())
     policy.spec = dataclasses.replace(policy.spec, details={**policy.spec.details, "weights_hash": known})
     return policy
@@ -164,7 +165,7 @@ def _random_policy(
         tokens = ByteTokenizer(network_config.dit.text_len, truncate=preset == "14b")
     statistics = Statistics.from_metadata(synthetic_metadata(robot), robot.tag, state=robot.state, action=robot.action)
     progress("network ready", 1.0)
-    return DreamZeroPolicy(
+    policy = DreamZeroPolicy(
         network,
         robot,
         statistics,
@@ -173,3 +174,5 @@ def _random_policy(
         weights=f"RANDOM WEIGHTS ({preset} network, never trained): not a policy",
         random_weights=True,
     )
+    policy.prepare(progress)
+    return policy

@@ -75,6 +75,7 @@ def closed_loop_step(
     noise: Noise | None = None,
     want_video: bool = True,
     committed: Committed | None = None,
+    observed: Callable[[], Tensor] | None = None,
     cancelled: Callable[[], bool] | None = None,
     probe: Probe | None = None,
     timer: StageTimer | None = None,
@@ -88,6 +89,8 @@ def closed_loop_step(
         noise: injected starting noise; drawn from ``config.seed`` on the device when None.
         want_video: the predicted video is wanted; without, the result's ``video`` is None.
         committed: rows the action has to agree with.
+        observed: gives the latents of the observed block ``[1, z, block, h, w]`` when the window goes on, for callers
+            that encode frames as they arrive; None: the clip is encoded here.
         probe: called with a name and a tensor at every recorded point (for comparisons).
 
     Raises:
@@ -107,10 +110,15 @@ def closed_loop_step(
     reason = reset_reason(state, inputs.ids, frames, cfg.dit.local_attn_size)
     if reason is None and state.guided != guided:
         reason = ResetReason.FIRST_CALL
-    video = to_model_video(inputs.images.to(network.device), network.dtype, cfg.target_video_hw)
-    if reason is None:
+    if reason is None and observed is not None:
         with timer.stage("vae_encode"):
-            latents = _observe(path, video, block, probe)
+            latents = observed()
+    else:
+        video = to_model_video(inputs.images.to(network.device), network.dtype, cfg.target_video_hw)
+    if reason is None:
+        if observed is None:
+            with timer.stage("vae_encode"):
+                latents = _observe(path, video, block, probe)
         draft, start = path.continued(state, prompt, negative if guided else None), state.current_start_frame - block
     else:
         with timer.stage("first_frame"):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from wam_policy_ros.contract.errors import ConfigError
 
 from .step_schedule import BENCHMARK_ONLY, STATIC_MASKS, fixed_steps
@@ -18,7 +20,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "step": ("plain", "fused"),
     "linears": ("native", "fp8"),
     "attention": ("torch", "cudnn", "fp8"),
+    "text": ("resident", "streamed"),
 }
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "bf16": {"step": "fused", "attention": "cudnn", "graphs": True},
+    "fp8": {"step": "fused", "linears": "fp8", "attention": "fp8", "text": "streamed", "graphs": True},
+}
+"""Options that belong together. ``reference``: the published algorithm, plain; the other two need a GPU."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class EngineConfig:
         linears: of the fused step: ``native`` (the network's dtype) or ``fp8``.
         attention: of the fused step: ``torch`` (PyTorch chooses), ``cudnn``, or ``fp8`` (cuDNN's 8-bit kernel on NVIDIA
             GPUs that have one; keys and values then take half the memory).
+        text: ``resident``, or ``streamed``: the text encoder waits in host memory and passes through the GPU when an
+            instruction is new. *Exact*.
         graphs: replay the fused step as CUDA graphs. *Exact*: the same kernels.
     """
 
@@ -57,6 +69,7 @@ class EngineConfig:
     step: Literal["plain", "fused"] = "plain"
     linears: Literal["native", "fp8"] = "native"
     attention: Literal["torch", "cudnn", "fp8"] = "torch"
+    text: Literal["resident", "streamed"] = "resident"
     graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -89,7 +102,7 @@ class EngineConfig:
             raise ConfigError("graphs must be true or false", got=repr(self.graphs))
         if self.step == "plain":
             defaults = EngineConfig.__dataclass_fields__
-            useless = [n for n in ("linears", "attention", "graphs") if getattr(self, n) != defaults[n].default]
+            useless = [n for n in ("linears", "attention", "text", "graphs") if getattr(self, n) != defaults[n].default]
             if useless:
                 raise ConfigError(
                     "options of the fused step have no effect on the plain one",
@@ -132,10 +145,27 @@ class EngineConfig:
         return cls()
 
     @classmethod
+    def preset(cls, name: str, device: torch.device, **changes: Any) -> EngineConfig:
+        """
+        Args:
+            name: of ``PRESETS``, or ``auto``: ``reference`` on a CPU, ``bf16`` on a GPU.
+            device: where it shall run; AMD GPUs take PyTorch's choice of attention, as cuDNN is NVIDIA's.
+            changes: options on top.
+
+        Raises:
+            ConfigError: no such preset, or an option is wrong.
+        """
+        if name == "auto":
+            name = "reference" if device.type == "cpu" else "bf16"
+        if name not in PRESETS:
+            raise ConfigError("unknown engine preset", got=name, expected=f"auto, {', '.join(PRESETS)}")
+        options = PRESETS[name] | ({"attention": "torch"} if torch.version.hip and "attention" in PRESETS[name] else {})
+        return cls.from_dict(options | changes)
+
+    @classmethod
     def fast(cls, **changes: Any) -> EngineConfig:
-        """The same algorithm at full speed on a GPU with FP8 units; tier *numeric*."""
-        options: dict[str, Any] = {"step": "fused", "linears": "fp8", "attention": "cudnn", "graphs": True}
-        return cls(**(options | changes))
+        """The same algorithm at full speed on a GPU with FP8 units; tier *numeric*. See ``PRESETS``."""
+        return cls(**(PRESETS["fp8"] | changes))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> EngineConfig:

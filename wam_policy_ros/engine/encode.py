@@ -43,12 +43,19 @@ class PromptEncoder:
         keys: makes ``Prompt.keys`` from text states ``[B, text_len, text_dim]`` and the length of the text in tokens;
             None for the plain path's.
         max_prompts: how many are remembered.
+        encode: runs the text encoder in place of the network's own, which then may have no weights.
     """
 
     def __init__(
-        self, network: DreamZero, keys: Callable[[Tensor, int], Any] | None = None, max_prompts: int = 4
+        self,
+        network: DreamZero,
+        keys: Callable[[Tensor, int], Any] | None = None,
+        max_prompts: int = 4,
+        *,
+        encode: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self._network = network
+        self._encode = encode or network.text_encoder
         self._keys = keys or (lambda states, length: network.model.text_kv(states))
         self._max = max_prompts
         self._known: OrderedDict[bytes, Prompt] = OrderedDict()
@@ -60,7 +67,7 @@ class PromptEncoder:
             return self._known[key]
         network, length = self._network, int(mask.sum(dim=1).min())
         ids, mask = ids.to(network.device), mask.to(network.device)
-        embedding = zero_padding(network.text_encoder(ids, mask), mask)
+        embedding = zero_padding(self._encode(ids, mask), mask)
         prompt = Prompt(ids, embedding, self._keys(embedding, length))
         self._known[key] = prompt
         while len(self._known) > self._max:

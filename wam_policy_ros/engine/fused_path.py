@@ -51,6 +51,7 @@ class FusedPath:
         network: its DiT is shared with, or taken over by, ``dit``.
         config: schedule, guidance, graphs.
         dit, vae: the networks as the fused step runs them.
+        text: runs the text encoder, if not the network's own module does.
         latent_hw: size of a latent frame.
         kv_dtype: of the windows.
         max_slots: most windows at a time.
@@ -63,12 +64,14 @@ class FusedPath:
         dit: FastDiT,
         vae: FastVAE,
         *,
+        text: Callable[[Tensor, Tensor], Tensor] | None = None,
         latent_hw: tuple[int, int],
         kv_dtype: torch.dtype,
         max_slots: int | None = None,
     ) -> None:
         self.network, self.config, self.dit = network, config, dit
-        self.prompts = PromptEncoder(network, keys=dit.text_keys)
+        self._text = text
+        self.prompts = PromptEncoder(network, keys=dit.text_keys, encode=text)
         cfg, device, dtype = network.config, network.device, network.dtype
         self.pool = SlotPool(
             SlotLayout.of(
@@ -110,17 +113,56 @@ class FusedPath:
 
     def serves(self, config: EngineConfig) -> bool:
         """Whether the prepared weights can be used as this configuration asks for."""
-        return config.step == "fused" and (config.linears, config.attention) == (
-            self.config.linears,
-            self.config.attention,
-        )
+        same = ("step", "linears", "attention", "text", "sigma_shift")
+        return all(getattr(config, name) == getattr(self.config, name) for name in same)
 
     def reconfigured(self, config: EngineConfig) -> FusedPath:
         """The same weights with another schedule or guidance, and windows of its own."""
         layout = self.pool.layout
         return FusedPath(
-            self.network, config, self.dit, self._vae, latent_hw=layout.latent[2:], kv_dtype=layout.kv_dtype
+            self.network,
+            config,
+            self.dit,
+            self._vae,
+            text=self._text,
+            latent_hw=layout.latent[2:],
+            kv_dtype=layout.kv_dtype,
         )
+
+    @torch.inference_mode()
+    def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
+        """Compile the kernels and record the graphs of a session, so that no call has to: one of each piece of work at
+        each length of the window, on made-up numbers."""
+        cfg = self.network.config
+        factor, dit = cfg.vae.spatial_factor, cfg.dit
+        height, width = (factor * side for side in self.pool.layout.latent[2:])
+
+        def grey(frames: int) -> Tensor:
+            return torch.zeros(1, 3, frames, height, width, dtype=self.network.dtype, device=self.network.device)
+
+        first = self.encode_first(grey(1))
+        keys = self.dit.text_keys(first.ys.new_zeros(1, dit.text_len, dit.text_dim), 1)
+        prompt = Prompt(torch.zeros(1, dit.text_len, dtype=torch.int64), first.ys, keys)
+        state = self.restarted(WindowState(), first, prompt, prompt, ResetReason.FIRST_CALL)
+        if state.slot is not None and state.slot.layout.branches == 1:
+            state = replace(state, negative=None)
+        noise, latents, start = self.draw_noise(self.config.seed, first.latent), first.latent, 0
+        calls = range(1, dit.local_attn_size, dit.num_frame_per_block)
+        try:
+            for number, frame in enumerate(calls):
+                progress("recording the step", number / len(calls))
+                state = self.prefill(state, latents, start, None)
+                state = replace(state, current_start_frame=frame)
+                for with_video, branches in {(True, self.pool.layout.branches), (True, 1), (False, 1)}:
+                    self._evaluate(state, 0, noise.video, noise.action, with_video, branches)
+                start, latents = frame, self.encode_clip(grey(4 * dit.num_frame_per_block + 1))
+        finally:
+            self.let_go(state, WindowState())
+
+    @property
+    def vae(self) -> FastVAE:
+        """For frames that are encoded ahead of their call."""
+        return self._vae
 
     # -- encoders -----------------------------------------------------------------------------------------------
 

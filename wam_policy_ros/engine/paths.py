@@ -21,6 +21,7 @@ from .plain_path import PlainPath
 from .quantize import is_quantised
 from .sampler import noise_levels
 from .step_path import StepPath
+from .streamed_text import StreamedTextEncoder
 from .unipc import timesteps_of
 
 
@@ -61,6 +62,7 @@ def make_path(
         config,
         dit,
         FastVAE(network.vae),
+        text=StreamedTextEncoder(network.text_encoder, device) if config.text == "streamed" else None,
         latent_hw=(height // factor, width // factor),
         kv_dtype=attention.kv_dtype or network.dtype,
     )

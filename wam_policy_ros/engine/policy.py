@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,12 @@ from wam_policy_ros.model.tokenizer import Tokenizer
 
 from .closed_loop import StepInputs, StepResult, closed_loop_step
 from .config import EngineConfig
+from .device_resize import DeviceMosaic
+from .fused_path import FusedPath
 from .inpaint import Committed
+from .observe_ahead import ObserveAhead
 from .paths import make_path
-from .preprocess import stitch_views
+from .preprocess import stitch_views, to_model_video
 from .sampler import Noise, Probe
 from .session import Session, WindowState
 from .step_path import StepPath
@@ -71,7 +74,9 @@ class DreamZeroPolicy:
         self.tokenizer = tokenizer
         self.config = config or EngineConfig.reference()
         self.path: StepPath = make_path(network, self.config, embodiment, like.path if like is not None else None)
+        self._stitch = self._make_stitch()
         self._negative = tokenizer([NEGATIVE_PROMPT])
+        self._tokens: tuple[str, tuple[Tensor, Tensor]] = ("", self._negative)
         self.spec = PolicySpec(
             embodiment=embodiment.tag,
             cameras=embodiment.cameras,
@@ -132,7 +137,8 @@ class DreamZeroPolicy:
             history.add(observation)
             drawn = history.draw(first_call=session.step == 0)
             ids, mask = self._tokenize(observation.prompt)
-            images = stitch_views(drawn.frames, self.embodiment, self.network.device)
+            images = self._stitch(drawn.frames)
+            ahead = session.ahead
             proprio = self._encode_state(observation)
         result = closed_loop_step(
             self.network,
@@ -143,6 +149,7 @@ class DreamZeroPolicy:
             noise=noise,
             want_video=observation.want_video,
             committed=self._committed(observation),
+            observed=(lambda: ahead.latents(drawn.frames)) if ahead is not None and ahead.offered else None,
             cancelled=cancelled,
             probe=probe,
             timer=timer,
@@ -172,6 +179,43 @@ class DreamZeroPolicy:
             info={"evaluated": result.evaluated, **drawn.info},
         )
 
+    def observe(self, session: Session, slot: int, frames: Mapping[str, npt.NDArray[np.uint8]]) -> bool:
+        """Encode a frame of the next call before that call is made; what is left to do then is done sooner.
+
+        A guess that costs nothing when it is wrong: the call compares the frames it draws with those it was told of,
+        and encodes everything when they differ. The result of the call is the same, bit for bit.
+
+        Args:
+            slot: place of the frame in the next call's ``frame_offsets``; 0 starts a new guess.
+            frames: camera -> uint8 ``[H, W, 3]`` of the raw size.
+
+        Returns:
+            False when this path does not encode ahead, before the first call, or when ``slot`` is out of turn.
+
+        Raises:
+            InvalidImage, MissingInput: the frames do not fit the spec.
+            SessionError: closed or foreign session.
+        """
+        session.check(self)
+        if not isinstance(self.path, FusedPath) or session.window.slot is None:
+            return False
+        if session.ahead is None:
+            network = self.network
+
+            def to_video(views: Mapping[str, npt.NDArray[np.uint8]]) -> Tensor:
+                images = self._stitch(views).to(network.device)
+                return to_model_video(images, network.dtype, network.config.target_video_hw)
+
+            block = network.config.dit.num_frame_per_block
+            session.ahead = ObserveAhead(self.path.vae, to_video, num_frames=len(self.spec.frame_offsets), block=block)
+        with torch.inference_mode():
+            return session.ahead.offer(slot, frames)
+
+    def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
+        """Whatever is compiled and recorded at first use, now; nothing without graphs."""
+        if isinstance(self.path, FusedPath) and self.config.graphs:
+            self.path.prepare(progress)
+
     def reset(self, session: Session) -> None:
         """Forget the episode; the next call is a first call."""
         session.check(self)
@@ -199,10 +243,20 @@ class DreamZeroPolicy:
 
     # -- details ------------------------------------------------------------------------------------------------
 
+    def _make_stitch(self) -> Callable[[Mapping[str, npt.NDArray[np.uint8]]], Tensor]:
+        """Camera views to the mosaic. The plain step resizes on the host, as published."""
+        device = self.network.device
+        if self.config.step == "plain" or device.type == "cpu":
+            return lambda views: stitch_views(views, self.embodiment, device)
+        return DeviceMosaic(self.embodiment, device, max_frames=len(self.embodiment.frame_offsets))
+
     def _tokenize(self, instruction: str) -> tuple[Tensor, Tensor]:
         text = build_prompt(instruction, self.embodiment.prompt_template)
+        if text == self._tokens[0]:
+            return self._tokens[1]
         try:
-            return self.tokenizer([text])
+            self._tokens = (text, self.tokenizer([text]))
+            return self._tokens[1]
         except ModelError as error:
             raise PromptError(
                 "the instruction cannot be tokenized",

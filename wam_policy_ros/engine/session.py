@@ -14,6 +14,7 @@ from wam_policy_ros.model.attention import KV, CrossKV
 
 from .encode import Prompt
 from .kv_cache import KVWindow
+from .observe_ahead import ObserveAhead
 from .window_slots import WindowSlot
 
 
@@ -92,6 +93,7 @@ class Session:
         self.step = 0
         self.history = FrameHistory(self._spec)
         self.window = WindowState()
+        self.ahead: ObserveAhead | None = None
 
     def close(self) -> None:
         self.clear()

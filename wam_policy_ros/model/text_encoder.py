@@ -42,6 +42,12 @@ def relative_position_bucket(relative: Tensor, num_buckets: int) -> Tensor:
     return torch.bucketize(relative.abs(), edges, right=True) + (relative > 0) * (num_buckets // 2)
 
 
+def position_buckets(length: int, num_buckets: int, device: torch.device) -> Tensor:
+    """Bucket of every pair of positions, int64 ``[length, length]``."""
+    positions = torch.arange(length, device=device)
+    return relative_position_bucket(positions[None, :] - positions[:, None], num_buckets)
+
+
 def zero_padding(hidden: Tensor, mask: Tensor) -> Tensor:
     """Zero the rows past the prompt.
 
@@ -160,8 +166,7 @@ class TextEncoder(nn.Module):
             raise ShapeError(
                 f"text ids and mask have shapes {list(ids.shape)} and {list(mask.shape)}, expected [B, L] twice"
             )
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        buckets = relative_position_bucket(positions[None, :] - positions[:, None], self.config.num_buckets)
+        buckets = position_buckets(ids.shape[1], self.config.num_buckets, ids.device)
         padding = (mask == 0)[:, None, None, :]
         x = self.token_embedding(ids)
         for block in self.blocks:
