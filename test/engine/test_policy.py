@@ -214,7 +214,6 @@ def _broken(spec):
         "other size": (frames(wrist_image_left=wrist[:, :100]), InvalidImage),
         "floats": (frames(wrist_image_left=wrist.astype(np.float32)), InvalidImage),
         "no time axis": (frames(wrist_image_left=wrist[0]), InvalidImage),
-        "other count": (frames(wrist_image_left=np.concatenate([wrist, wrist])), InvalidImage),
         "field missing": (replace(good, state={"joint_position": np.zeros(7)}), MissingInput),
         "six joints": (state(joint_position=np.zeros(6)), InvalidState),
         "not finite": (state(joint_position=np.full(7, np.nan)), InvalidState),

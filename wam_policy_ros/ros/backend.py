@@ -37,27 +37,29 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
         return HoldPolicy(embodiment=params.embodiment)
     try:
         # Imported here: torch takes seconds, and a dry run or a test with a fake policy needs none of it.
-        from wam_policy_ros.engine.build import build_policy
+        from wam_policy_ros.engine.build import build_policy, resolve_device
         from wam_policy_ros.engine.config import EngineConfig
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package == "wam_policy_ros":
             raise
         raise MissingDependency(package, "engine", "the in-process engine") from error
+    chosen = {"attention": params.engine_attention, "text": params.engine_text}
     return build_policy(
         embodiment=params.embodiment,
         checkpoint=params.checkpoint or None,
         random_weights=params.random_weights or None,
         tokenizer=params.tokenizer or None,
         device=params.device,
-        config=EngineConfig.from_dict(
-            {
-                "schedule": params.engine_schedule,
-                "evaluations": params.engine_evaluations,
-                "guidance_scale": params.engine_guidance_scale,
-                "seed": params.engine_seed,
-                "dtype": params.engine_dtype,
-            }
+        config=EngineConfig.preset(
+            params.engine_preset,
+            resolve_device(params.device),
+            schedule=params.engine_schedule,
+            evaluations=params.engine_evaluations,
+            guidance_scale=params.engine_guidance_scale,
+            seed=params.engine_seed,
+            dtype=params.engine_dtype,
+            **{k: v for k, v in chosen.items() if v != "auto"},
         ),
         progress=progress,
     )

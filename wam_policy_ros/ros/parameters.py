@@ -81,6 +81,25 @@ class NodeParameters:
     engine_guidance_scale: float = _p(
         5.0, "engine.guidance_scale", "guidance on the video; 1 leaves the second branch out", low=0.0, high=100.0
     )
+    engine_preset: str = _p(
+        "auto",
+        "engine.preset",
+        "reference: the published algorithm in plain PyTorch; bf16, fp8: the same one fast, other rounding, GPU only; "
+        "auto: bf16 on a GPU, reference on a CPU",
+        choices=("auto", "reference", "bf16", "fp8"),
+    )
+    engine_attention: str = _p(
+        "auto",
+        "engine.attention",
+        "auto: the preset's; fp8 needs nvidia-cudnn-frontend",
+        choices=("auto", "torch", "cudnn", "fp8"),
+    )
+    engine_text: str = _p(
+        "auto",
+        "engine.text",
+        "text encoder resident on the GPU or streamed from the host; auto: the preset's",
+        choices=("auto", "resident", "streamed"),
+    )
     engine_seed: int = _p(1140, "engine.seed", "of the noise, the same in every call as upstream", low=0, high=2**31)
     engine_dtype: str = _p(
         "auto",

@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--evaluations", type=int, help="network evaluations of 16 solver steps: 16, 8 (default), 7, 6, 5"
     )
+    what.add_argument(
+        "--preset",
+        choices=["auto", "reference", "bf16", "fp8"],
+        default="auto",
+        help="reference: the published algorithm, plain; bf16, fp8: the same one fast, on a GPU; default: auto",
+    )
     what.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="engine option")
     where = parser.add_argument_group("whom it serves")
     where.add_argument("--host", default="127.0.0.1", help="default: this machine only")
@@ -138,7 +144,7 @@ def policy_factory(args: argparse.Namespace) -> Callable[[Callable[[str, float],
         if args.fake:
             return HoldPolicy(embodiment=args.embodiment, latency_s=args.fake_latency_s)
         # Here, in the policy's thread: importing torch takes seconds, in which probes are answered already.
-        from wam_policy_ros.engine.build import build_policy
+        from wam_policy_ros.engine.build import build_policy, resolve_device
         from wam_policy_ros.engine.config import EngineConfig
 
         options = option_words(args.engine)
@@ -150,7 +156,7 @@ def policy_factory(args: argparse.Namespace) -> Callable[[Callable[[str, float],
             random_weights=args.random_weights,
             tokenizer=args.tokenizer,
             device=args.device,
-            config=EngineConfig.from_dict(options),
+            config=EngineConfig.preset(args.preset, resolve_device(args.device), **options),
             progress=progress,
         )
 

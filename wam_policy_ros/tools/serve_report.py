@@ -84,8 +84,12 @@ def _engine_options(args: argparse.Namespace, report: dict[str, Any]) -> None:
     options = option_words(args.engine)
     if args.evaluations is not None:
         options |= {"schedule": "static", "evaluations": args.evaluations}
+    import torch
+
+    gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
     try:
-        report["engine"] = f"{EngineConfig.from_dict(options).evaluations_text} evaluations"
+        config = EngineConfig.preset(args.preset, torch.device("cuda" if gpu else "cpu"), **options)
+        report["engine"] = f"{config.evaluations_text} evaluations, tier {config.tier}"
     except (WamError, TypeError) as error:
         report["problems"].append(f"engine options: {error}")
 
