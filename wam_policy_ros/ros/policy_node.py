@@ -225,6 +225,7 @@ class PolicyNode(LifecycleNode):
             log=self._log,
             after_step=video.after_step,
             after_step_wanted=video.wanted,
+            video_wanted=video.prediction_wanted,
             after_step_share=params.pictures_time_share,
         )
         robot = assemble(

@@ -33,6 +33,10 @@ class VideoOutput:
         """Does somebody look? Called in the worker thread."""
         return self.observed.get_subscription_count() + self.predicted.get_subscription_count() > 0
 
+    def prediction_wanted(self) -> bool:
+        """Does somebody look at the predicted video? Called in the worker thread."""
+        return self.predicted.get_subscription_count() > 0
+
     def after_step(self, policy: Policy, chunk: ActionChunk, observation: Observation) -> None:
         """Called in the worker thread after the chunk was handed over. Never raises: a picture is not worth a fault."""
         try:

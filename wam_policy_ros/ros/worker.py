@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wam_policy_ros.contract.errors import Cancelled, EngineError, NotReady, Superseded, WamError
@@ -92,6 +92,7 @@ class InferenceWorker:
         after_step_share: more than 0: requests without a pause, as a policy gets that is slower than
             ``control.execute_steps``, would put ``after_step`` off for ever.
         after_step_wanted: asked before each; while it says no, nothing is kept for ``after_step``.
+        video_wanted: asked before each step: shall the policy predict the video, too?
         limits: of the owner's queue, for those who share it.
 
     Attributes:
@@ -107,6 +108,7 @@ class InferenceWorker:
         log: Log,
         after_step: AfterStep,
         after_step_wanted: Callable[[], bool] = lambda: True,
+        video_wanted: Callable[[], bool] = lambda: True,
         after_step_share: float = 0.1,
         limits: OwnerLimits | None = None,
     ) -> None:
@@ -115,6 +117,7 @@ class InferenceWorker:
         self.owner.at_end(self._close_episode)
         self._notify, self._log = notify, log
         self._after_step, self._after_step_wanted = after_step, after_step_wanted
+        self._video_wanted = video_wanted
         self._after_step_share = after_step_share
         self._lock = threading.Lock()
         self._stopped = False
@@ -188,6 +191,7 @@ class InferenceWorker:
             self._episode = _Episode(policy.open(request.session_id), generation)
         episode = self._episode
         observation = request.observation.materialise(policy.spec.cameras, first_call=episode.calls == 0)
+        observation = replace(observation, want_video=self._video_wanted())
         started_s = time.monotonic()
         chunk = policy.infer(episode.session, observation, cancelled=lambda: cancelled() or self._void(generation))
         episode.calls += 1

@@ -124,6 +124,7 @@ class RequestReader:
             frames=frames,
             state={f.name: self._field(request, f) for f in self._spec.state},
             prompt=self._prompt(request.get("prompt")),
+            want_video=False,  # no reply has a place for it
         )
         return InferRequest(
             observation=observation,

@@ -6,18 +6,18 @@ import json
 from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError
-from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.config import PRESETS, EngineConfig
 from wam_policy_ros.engine.step_schedule import STATIC_MASKS
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16": {"step": "fused", "linears": "native", "attention": "cudnn", "graphs": True},
-    "fp8": {"step": "fused", "linears": "fp8", "attention": "cudnn", "graphs": True},
+    "plain": PRESETS["reference"],
+    "bf16": PRESETS["bf16"],
+    "fp8": PRESETS["fp8"],
 }
 """In the order in which they can share one network: FP8 takes the weights over."""
 
 # What needs a GPU is left out on a CPU, where the same code runs its plain twins.
-_ON_A_CPU = {"attention": "torch", "graphs": False}
+_ON_A_CPU = {"graphs": False}
 
 
 def engine_config(name: str, evaluations: int, *, gpu: bool, changes: dict[str, Any] | None = None) -> EngineConfig:
@@ -33,7 +33,7 @@ def engine_config(name: str, evaluations: int, *, gpu: bool, changes: dict[str, 
         raise ConfigError("unknown configuration", got=name, expected=f"some of {list(CONFIGURATIONS)}")
     options = dict(CONFIGURATIONS[name])
     if options and not gpu:
-        options |= _ON_A_CPU
+        options |= _ON_A_CPU | ({"attention": "torch"} if options.get("attention") == "cudnn" else {})
     return EngineConfig.from_dict(options | schedule_options(evaluations) | (changes or {}))
 
 

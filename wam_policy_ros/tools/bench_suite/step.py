@@ -140,6 +140,12 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
         want_video=not args.no_video,
         say=f"{name} {count}",
     )
+    if config.step == "fused":
+        reaction = measure(
+            policy, windows=min(2, args.windows), ahead=True, want_video=False, say=f"{name} {count} ahead"
+        )
+        row["reaction_s"] = reaction["step_s"]
+        row["reaction_stages_s"] = {s: v["p50"] for s, v in reaction["stages_s"].items()}
     branches = 1 if config.guidance_scale == 1.0 else 2
     guided = _guided(config, want_video=not args.no_video)
     picture = network.config.target_video_hw or (2 * policy.embodiment.view_height, 2 * policy.embodiment.view_width)

@@ -61,6 +61,12 @@ def _stages(report: dict[str, Any]) -> list[str]:
             f"worst p99/p50 at one position "
             f"{row['worst_p99_over_p50']:.3f}; first call {row['first_call_s'] * 1e3:.0f} ms{tail}"
         )
+        if "reaction_s" in row:
+            r = row["reaction_s"]
+            lines.append(
+                f"  newest frame to chunk, earlier frames encoded as they came: p50 {r['p50'] * 1e3:.1f} p99 "
+                f"{r['p99'] * 1e3:.1f} ms, n {r['n']}"
+            )
         if "profile" in row:
             p = row["profile"]
             lines.append(

@@ -13,6 +13,7 @@ import torch
 from wam_policy_ros.contract.fakes import example_observation
 from wam_policy_ros.contract.interface import ActionChunk, Observation, ResetReason
 from wam_policy_ros.engine.policy import DreamZeroPolicy
+from wam_policy_ros.engine.session import Session
 
 PERCENTILES = (50, 90, 99)
 NOT_STAGES = ("position", "cold", "wall_s")
@@ -38,12 +39,16 @@ def measure(
     budget_s: float = float("inf"),
     min_windows: int = 1,
     want_video: bool = True,
+    ahead: bool = False,
     say: str = "",
 ) -> dict[str, Any]:
     """One cold window, then up to ``windows`` measured ones in one session, at least ``min_windows`` of them.
 
     No window starts after ``budget_s``. The session is a real one: the first call sees one frame, later calls four, and
     every fifth call finds the window full and restarts, as in an episode. Observations are made outside the clock.
+
+    With ``ahead`` all frames of a call but the newest are encoded before the clock starts, as when they were encoded as
+    they arrived: what is measured is the time from the newest frame to the chunk.
     """
     session = policy.open()
     device = policy.network.device
@@ -61,6 +66,8 @@ def measure(
         for i in range(4):
             index = 4 * window + i
             observation = observation_at(policy, index, want_video=want_video)
+            if ahead:
+                _encode_ahead(policy, session, observation)
             begin = time.perf_counter()
             chunk: ActionChunk = policy.infer(session, observation)
             wall = time.perf_counter() - begin
@@ -79,6 +86,14 @@ def measure(
         }
     policy.close(session)
     return summarise(calls) | {"memory": memory, "calls": calls}
+
+
+def _encode_ahead(policy: DreamZeroPolicy, session: Session, observation: Observation) -> None:
+    count = len(next(iter(observation.frames.values())))
+    for slot in range(count - 1):
+        policy.observe(session, slot, {name: frames[slot] for name, frames in observation.frames.items()})
+    if policy.network.device.type == "cuda":
+        torch.cuda.synchronize(policy.network.device)
 
 
 def summarise(calls: list[dict[str, Any]]) -> dict[str, Any]:
