@@ -67,7 +67,7 @@ def test_two_threads_may_ask_for_one_picture() -> None:
 def test_a_request_decodes_only_what_is_new_and_sees_the_same_pictures() -> None:
     """Frames that are kept are pictures before a request needs them; what the policy sees does not depend on it."""
     seen = []
-    for decode_ahead in (lambda frame, make: frame.picture(make), None):
+    for decode_ahead in (lambda frame, make, urgent: frame.picture(make), None):
         rig = Rig()
         rig.inputs = Inputs(rig.params, SPEC, rig.inputs._joints, warn=rig.log.append, decode_ahead=decode_ahead)
         rig.inputs.decode_for(SPEC.cameras)

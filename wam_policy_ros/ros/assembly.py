@@ -14,7 +14,7 @@ from wam_policy_ros.contract.interface import PolicySpec
 from .bridge import Bridge
 from .checks import check_fit, check_rate, check_steps
 from .control import ControlLoop
-from .frames import Frame, Make
+from .frames import DecodeLater
 from .inputs import Inputs
 from .joints import JointMap
 from .messages import Trajectory
@@ -66,7 +66,7 @@ def assemble(
     log: Callable[[str, str], None],
     resolve: Callable[[str], str] = lambda topic: topic,
     bridge: Bridge | None = None,
-    decode_ahead: Callable[[Frame, Make], None] | None = None,
+    decode_ahead: DecodeLater | None = None,
     **names: str,
 ) -> Assembly:
     """Build the parts from the parameters.

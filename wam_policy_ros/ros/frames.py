@@ -20,6 +20,9 @@ Pixels = npt.NDArray[np.uint8]
 Make = Callable[[Any], Pixels]
 """From a message to the picture that the policy gets."""
 
+DecodeLater = Callable[["Frame", Make, bool], None]
+"""Makes the picture of a frame soon, and returns at once; True: before all others."""
+
 WAITING = 128
 """So many frames wait for the thread at most; beyond that the oldest is left to whoever asks for it."""
 
@@ -69,10 +72,10 @@ class DecodeAhead:
         self._thread = threading.Thread(target=self._run, name="wam_decode", daemon=True)
         self._thread.start()
 
-    def add(self, frame: Frame, make: Make) -> None:
-        """Returns at once."""
+    def add(self, frame: Frame, make: Make, urgent: bool = False) -> None:
+        """Returns at once. ``urgent``: before all others."""
         with self._cond:
-            self._waiting.append((frame, make))
+            (self._waiting.appendleft if urgent else self._waiting.append)((frame, make))
             self._cond.notify()
 
     def stop(self, timeout_s: float = 1.0) -> None:

@@ -20,7 +20,7 @@ from wam_policy_ros.contract.interface import CameraSpec, CommittedRows, Observa
 from .bridge import Bridge
 from .drops import Log
 from .encodings import BY_NAME
-from .frames import Frame, Make
+from .frames import DecodeLater, Frame, Make
 from .joint_states import JointStateInput
 from .joints import JointMap
 from .messages import AS_LABELLED, VIEWS, ImageRules, fit, image_size, image_to_rgb, spread
@@ -123,7 +123,7 @@ class PendingObservation:
 
 def picture_maker(camera: CameraSpec, topic: str, rules: ImageRules, resize: str) -> Make:
     """From a message to the picture in the camera's raw size; raises InvalidImage."""
-    return lambda msg: fit(image_to_rgb(msg, topic, rules), camera.height, camera.width, resize)
+    return lambda msg: fit(image_to_rgb(msg, topic, rules, copy=False), camera.height, camera.width, resize)
 
 
 class Inputs:
@@ -150,7 +150,7 @@ class Inputs:
         resolve: Callable[[str], str] = lambda topic: topic,
         tell: Log = lambda line: None,
         bridge: Bridge | None = None,
-        decode_ahead: Callable[[Frame, Make], None] | None = None,
+        decode_ahead: DecodeLater | None = None,
     ) -> None:
         self._decode_ahead, self._makers = decode_ahead, dict[str, Make]()
         self._params, self._spec, self._joints, self._warn = params, spec, joints, warn
@@ -175,7 +175,7 @@ class Inputs:
                 rules=rules[c.name],
                 min_std=params.image_min_std,
                 tell=tell,
-                settled=partial(self._on_settled, c.name),
+                settled=partial(self._ahead, c.name),
             )
             for c, topic in zip(spec.cameras, camera_topics(params, spec.cameras), strict=True)
         }
@@ -192,16 +192,16 @@ class Inputs:
                 self._makers[c.name] = picture_maker(c, stream.shown, stream.rules, self._params.image_resize)
 
     def decode_newest(self) -> None:
-        """A request is due with the frame that is still missing: make pictures of the others meanwhile."""
-        if self._params.image_compressed:  # the request looks at size and spread when it decodes them
-            return
+        """A request is due with a frame that is still missing: make pictures of the others of its set meanwhile."""
+        if self._params.image_compressed or (common_ns := self.newest_common_ns()) is None:
+            return  # of compressed ones the request looks at size and spread when it decodes them
         for name, camera in self.cameras.items():
-            if camera.frames:
-                self._on_settled(name, camera.frames[-1])
+            if camera.frames[-1].stamp_ns > common_ns:
+                self._ahead(name, camera.frames[-1], urgent=True)
 
-    def _on_settled(self, camera: str, frame: Frame) -> None:
+    def _ahead(self, camera: str, frame: Frame, *, urgent: bool = False) -> None:
         if self._decode_ahead is not None and camera in self._makers:
-            self._decode_ahead(frame, self._makers[camera])
+            self._decode_ahead(frame, self._makers[camera], urgent)
 
     def _lossy_hint(self) -> str | None:
         """What to do about lost frames when the images are raw, large, and sent with best effort; else None."""

@@ -96,7 +96,7 @@ def quiet_process() -> None:
     # Resizing a camera image in two threads takes twice as long as in one: waking the second costs more than it does.
     cv2.setNumThreads(1)
     # A step that waits for the interpreter waits this long for a callback that computes (5 ms unless set).
-    sys.setswitchinterval(5e-4)
+    sys.setswitchinterval(2e-4)
 
 
 def load_quietly(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -193,8 +193,10 @@ def check_size(got: tuple[int, int], size: tuple[int, int], topic: str) -> None:
         )
 
 
-def image_to_rgb(msg: Any, topic: str = "image", rules: ImageRules = AS_LABELLED) -> npt.NDArray[np.uint8]:
-    """Decode a camera message: uint8 ``[H, W, 3]`` RGB, a fresh array.
+def image_to_rgb(
+    msg: Any, topic: str = "image", rules: ImageRules = AS_LABELLED, *, copy: bool = True
+) -> npt.NDArray[np.uint8]:
+    """Decode a camera message: uint8 ``[H, W, 3]`` RGB, a fresh array, or without ``copy`` perhaps the message's own.
 
     Honours ``step`` (padded rows) and ``is_bigendian``. Grey is repeated over the three channels, alpha is dropped,
     16 bits are scaled from their full range to the full range of 8.
@@ -203,7 +205,7 @@ def image_to_rgb(msg: Any, topic: str = "image", rules: ImageRules = AS_LABELLED
         InvalidImage: see ``check_image``; also for a jpeg or png that cannot be decoded.
     """
     check_image(msg, topic, rules)
-    rgb = _decode_compressed(msg, topic) if _is_compressed(msg) else _decode(msg, rules)
+    rgb = _decode_compressed(msg, topic) if _is_compressed(msg) else _decode(msg, rules, copy)
     if rules.view != "whole":
         half = rgb.shape[1] // 2
         rgb = np.ascontiguousarray(rgb[:, :half] if rules.view == "left" else rgb[:, half : 2 * half])
@@ -218,13 +220,13 @@ def _decode_compressed(msg: Any, topic: str) -> npt.NDArray[np.uint8]:
     return np.asarray(cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB), dtype=np.uint8)
 
 
-def _decode(msg: Any, rules: ImageRules) -> npt.NDArray[np.uint8]:
+def _decode(msg: Any, rules: ImageRules, copy: bool) -> npt.NDArray[np.uint8]:
     label = rules.label(msg)
     if rules.bridge is not None and label == msg.encoding and label in rules.bridge.encodings:
         return rules.bridge.to_rgb(msg)
     flat = np.frombuffer(msg.data, np.uint8)
     rgb = BY_NAME[label].to_rgb(flat, msg.height, msg.width, msg.step, bool(msg.is_bigendian))
-    return rgb.copy() if np.shares_memory(rgb, flat) else rgb
+    return rgb.copy() if copy and np.shares_memory(rgb, flat) else rgb
 
 
 def fit(rgb: npt.NDArray[np.uint8], height: int, width: int, mode: str) -> npt.NDArray[np.uint8]:
