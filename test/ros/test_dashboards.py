@@ -112,3 +112,12 @@ def test_the_record_list(graph: dict[str, dict[str, str]]) -> None:
         assert name.removesuffix("/compressed") in known, name
     for needed in ("/joint_states", "/joint_trajectory", "/wam_policy/state", "/diagnostics", "/clock"):
         assert needed in names
+
+
+def test_the_readme_names_every_topic_and_service_of_the_node(graph: dict[str, dict[str, str]]) -> None:
+    text = (CONFIG.parent / "README.md").read_text(encoding="utf-8")
+    own = re.compile("param|/get_|/change_state|/transition_event|/describe_|/list_|/set_|rosout")
+    names = [n for n in (*graph["topics"], *graph["services"]) if not own.search(n)]
+    assert len(names) > 15
+    missing = [n for n in names if "`" + n.replace("/wam_policy/", "~/", 1).removeprefix("/") + "`" not in text]
+    assert [n for n in missing if f"`{n}`" not in text] == []
