@@ -31,19 +31,32 @@ def test_rows_of_a_gentle_first_chunk_leave_as_they_are() -> None:
     assert joined.plan.velocities is not None
     np.testing.assert_allclose(joined.plan.velocities[1:-1, 0], 0.1, atol=1e-9)
     np.testing.assert_array_equal(joined.plan.velocities[-1], 0.0)
-    assert (joined.blended, joined.braked, joined.clamped) == (0, 0, ())
+    assert (joined.blended, joined.eased, joined.braked, joined.clamped) == (0, 0, 0, ())
 
 
-def test_a_first_chunk_that_starts_sharply_leaves_the_standstill_gradually_and_ends_at_rest() -> None:
-    joined = first(rows(0.8 * RAMP, 0.5, 0.04))
-    assert joined.blended == 6 and joined.braked >= 2
+@pytest.mark.parametrize("speed", [0.8, 1.9])
+def test_a_first_chunk_that_starts_sharply_is_eased_into_along_its_path_and_ends_at_rest(speed: float) -> None:
+    targets = rows(speed * RAMP - 1.0, 0.5 - speed / 2 * RAMP, 0.04)
+    still = Plan.standing(np.array([-1.0, 0.5, 0.04]), T0)
+    joined = join(still, targets, times_s(), T0, limits(), Rules(), at_rest=True)
+    assert joined.eased >= 2 and joined.braked >= 2 and not joined.blended and not joined.clamped
     assert not broken_at_500_hz(joined.plan, limits())
-    np.testing.assert_allclose(joined.plan.positions[8:18, 0], 0.8 * RAMP[7:17], atol=1e-9)
-    assert joined.plan.positions[-1, 0] < 0.8 * RAMP[-1], "it stops short of the last row"
+    q, v, _ = at_500_hz(joined.plan)
+    np.testing.assert_allclose(q[:, 1] - 0.5, -(q[:, 0] + 1.0) / 2, atol=1e-9)
+    assert np.abs(v).max() <= speed * (1 + 1e-6), "never faster than the policy asked for"
+    lag = targets[10, 0] - joined.plan.positions[11, 0]
+    assert lag == pytest.approx(speed * DT * joined.eased / 2, rel=0.3), "half of the easing behind"
 
 
 def moving(speed: float) -> Plan:
-    return join(STILL, rows(speed * RAMP, 0.5, 0.04), times_s(), T0, limits(), Rules(), at_rest=True).plan
+    """Since T0, joint a."""
+    at = np.arange(25) * DT
+    still = np.zeros((25, 2))
+    return Plan(
+        T0 + np.rint(at * 1e9).astype(np.int64),
+        rows(speed * at, 0.5, 0.04, count=25),
+        np.concatenate([np.append(np.full(24, speed), 0.0)[:, None], still], axis=1),
+    )
 
 
 @pytest.mark.parametrize("off_by", [0.0, 0.01, -0.03])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,9 @@ PEAK = 1.5
 
 BRAKES = (0, 2, 4, 8, 16)
 """Rows over which a plan comes to rest at its end, tried in this order."""
+
+EASES = (0, 2, 4, 8, 12)
+"""Rows over which a robot at rest gets up to speed, tried in this order."""
 
 RAMP = 2
 """Rows in which a plan that is slowed down gets from the robot's speed to its own."""
@@ -68,6 +72,7 @@ class Joined:
         clamped: what was changed beyond joining, one line each; empty as a rule.
         step: largest distance, over the joints, between the chunk's first row and the old plan at that time.
         blended: rows over which the chunk takes over.
+        eased: rows over which a robot at rest gets up to the chunk's speed.
         braked: rows at the end over which the robot comes to rest.
     """
 
@@ -75,7 +80,17 @@ class Joined:
     clamped: tuple[str, ...]
     step: float
     blended: int
+    eased: int
     braked: int
+
+
+class _Shape(NamedTuple):
+    """One way to make a plan of the rows: part of the policy's speed, rows to blend, to ease into, to brake over."""
+
+    speed: float
+    blend: int
+    ease: int
+    brake: int
 
 
 def join(
@@ -90,7 +105,7 @@ def join(
         now_ns: moment of publication, on the clock of ``old``.
         limits, rules: see there.
         at_rest: the chunk was made for a robot that stands still, as this one does. Then its rows are sent as they are
-            if the limits allow it; otherwise the first rows lead away from the standstill gradually.
+            if the limits allow it; otherwise the robot gets up to the chunk's speed gradually, along the chunk's path.
 
     Returns:
         A plan that breaks no limit.
@@ -111,29 +126,30 @@ def join(
             raise _refused(worst)
         clamped.append(worst.text())
     targets = np.clip(targets, limits.position_min, limits.position_max)
-    if (worst := first_step(targets, kept[0], limits)) is not None:
+    # In motion a chunk begins where a robot that had followed it from its observation on would be, and may be far from
+    # the plan; what of that reaches the robot is judged by speed and acceleration.
+    if at_rest and (worst := first_step(targets, kept[0], limits)) is not None:
         raise _refused(worst)
-    if (worst := row_speed(targets, times_s, limits)) is not None and not (
-        rules.clamp and worst.excess <= rules.max_excess
-    ):
+    worst = too_fast = row_speed(targets, times_s, limits)
+    if worst is not None and not (rules.clamp and worst.excess <= rules.max_excess):
         raise _refused(worst)
     start = old.state_at(now_ns)
     step_ns = times_ns[2] - times_ns[1] if len(times_ns) > 2 else times_ns[1] - times_ns[0]
     before = old.at(int(times_ns[1] - step_ns))
-    for speed, blend, brake in _candidates(rules, len(targets), at_rest):
-        if speed < 1.0 and (worst is None or worst.excess > rules.max_excess):
+    for shape in _shapes(rules, len(targets), at_rest):
+        if shape.speed < 1.0 and (worst is None or worst.excess > rules.max_excess):
             break
         rows = targets.copy()
-        if blend:
-            w = smoothstep(blend, len(rows))[:, None]
+        if shape.blend:
+            w = smoothstep(shape.blend, len(rows))[:, None]
             rows[:, arm] = (kept + w * (targets - kept))[:, arm]
-        plan = _plan(times_ns, start, before, rows, limits, rules, speed=speed, brake=brake)
+        plan = _plan(times_ns, start, before, rows, limits, rules, shape)
         found = violation(plan, limits, start[1])
         if found is None:
-            if rules.clamp and worst is not None and (speed < 1.0 or worst.kind == "speed"):
-                clamped.append(f"{worst.text()}; the plan runs at {speed:.0%} of its speed")
+            if worst is not None and (shape.speed < 1.0 or too_fast is not None):
+                clamped.append(f"{worst.text()}; the plan runs at {shape.speed:.0%} of its speed")
             step = float(np.abs(targets[0] - kept[0])[arm].max(initial=0.0))
-            return Joined(plan, tuple(clamped), step, blend, brake)
+            return Joined(plan, tuple(clamped), step, shape.blend, shape.ease, shape.brake)
         worst = found if worst is None or found.excess < worst.excess else worst
     assert worst is not None
     raise _refused(worst)
@@ -145,15 +161,17 @@ def smoothstep(steps: int, count: int) -> Floats:
     return np.asarray(u * u * (3.0 - 2.0 * u))
 
 
-def _candidates(rules: Rules, count: int, at_rest: bool) -> Iterator[tuple[float, int, int]]:
-    """(speed, rows to blend, rows to brake), what changes the chunk least first."""
+def _shapes(rules: Rules, count: int, at_rest: bool) -> Iterator[_Shape]:
+    """What changes the chunk least first."""
     least = max(rules.blend_steps, 3)
-    blends = sorted({min(b, count) for b in (0 if at_rest else rules.blend_steps, least, 2 * least)})
+    starts = [(min(b, count), 0) for b in sorted({rules.blend_steps, least, 2 * least, 3 * least})]
+    if at_rest:
+        # Along the chunk's path; if that has a kink, as after a step from the robot to its first row, away from where
+        # the robot stands.
+        starts = [(0, k) for k in EASES if k <= count] + starts
     brakes = [k for k in BRAKES if k <= count]
     for speed in (1.0, *SLOWER) if rules.clamp else (1.0,):
-        for blend in blends:
-            for brake in brakes:
-                yield speed, blend, brake
+        yield from (_Shape(speed, blend, ease, brake) for blend, ease in starts for brake in brakes)
 
 
 def _plan(
@@ -163,17 +181,16 @@ def _plan(
     rows: Floats,
     limits: JointLimits,
     rules: Rules,
-    *,
-    speed: float,
-    brake: int,
+    shape: _Shape,
 ) -> Plan:
     times_s = np.asarray((times_ns - times_ns[0]) * 1e-9)
     step_s = times_s[2] - times_s[1] if len(times_s) > 2 else times_s[1]
     rates = velocities(rows, times_s[1:], before=(before, times_s[1] - step_s))
     q = np.concatenate([start[0][None], rows])
     v = np.concatenate([start[1][None], rates])
-    if speed < 1.0 or brake:
-        q, v = _slowed(times_s, q, v if rules.with_velocities else None, speed=speed, brake=brake)
+    if shape.speed < 1.0 or shape.ease or shape.brake:
+        q, v = _paced(times_s, q, v if rules.with_velocities else None, shape)
+        v[0] = start[1]
     _gripper(times_s, q, v, rows, limits)
     if not rules.with_velocities:
         return Plan(times_ns, q)
@@ -184,20 +201,26 @@ def _plan(
     return Plan(times_ns, q, v)
 
 
-def _slowed(times_s: Floats, q: Floats, v: Floats | None, *, speed: float, brake: int) -> tuple[Floats, Floats]:
-    """The same path at a part of its speed, at rest at the end after ``brake`` rows of even slowing down. The times of
-    the rows stay; what the robot does not reach in time the next chunk has to ask for again."""
+def _paced(times_s: Floats, q: Floats, v: Floats | None, shape: _Shape) -> tuple[Floats, Floats]:
+    """The same path at another pace: evenly faster from rest over ``ease`` rows, at a part of its speed, evenly slower
+    to rest over the last ``brake`` rows. The times of the rows stay; what the robot does not reach in time the next
+    chunk has to ask for again."""
     last = len(times_s) - 1
-    pace = np.full(len(times_s), speed)
-    pace[: RAMP + 1] = np.linspace(1.0, speed, RAMP + 1)[: len(pace)]
-    if brake:
-        pace[last - brake :] *= 1.0 - np.arange(brake + 1) / brake
+    pace = np.full(len(times_s), shape.speed)
+    if shape.ease:
+        pace[: shape.ease + 1] *= np.arange(shape.ease + 1) / shape.ease
+    else:
+        pace[: RAMP + 1] = np.linspace(1.0, shape.speed, RAMP + 1)[: len(pace)]
+    if shape.brake:
+        pace[last - shape.brake :] *= 1.0 - np.arange(shape.brake + 1) / shape.brake
     along = np.concatenate([[0.0], np.cumsum(np.diff(times_s) * (pace[1:] + pace[:-1]) / 2)])
     if v is not None:
         v = v.copy()
         v[-1] = (q[-1] - q[-2]) / (times_s[-1] - times_s[-2])  # the path goes on; the pace brings the robot to rest
+        if shape.ease:
+            v[0] = (q[1] - q[0]) / times_s[1]
     positions, rates = evaluate(times_s, q, v, along)
-    if not brake:
+    if not shape.brake:
         pace[-1] = 0.0
     return positions, np.asarray(rates * pace[:, None])
 
