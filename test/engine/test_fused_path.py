@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from test.engine.tiny_policy import TEXT_LEN, look, make_network, make_policy, same
+from test.golden_files import GOLDEN_DIR, golden
 from wam_policy_ros.contract.errors import Cancelled, ConfigError, InvalidState
 from wam_policy_ros.contract.interface import CommittedRows, ResetReason
 from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.tools.golden_suite import closed_loop as suite
+from wam_policy_ros.tools.golden_suite.folder import GoldenFolder
 
 PLAIN = EngineConfig(evaluations=5)
 FUSED = EngineConfig(evaluations=5, step="fused")
@@ -208,6 +211,27 @@ def test_presets():
     assert EngineConfig.preset("bf16", gpu, evaluations=16).evaluations == 16
     with pytest.raises(ConfigError, match="preset"):
         EngineConfig.preset("warp", gpu)
+
+
+def recorded(**changes):
+    """The worst deviation of actions and videos over all recorded float32 calls, in units of their spread."""
+    golden("e2e_weights.safetensors")  # skips with the reason where there are no fixtures
+    with torch.inference_mode():
+        rows = suite.check(GoldenFolder(GOLDEN_DIR), {"step": "fused", **changes})
+    rows = [r for r in rows if "action and video" in r.what and "bf16" not in r.file]
+    assert len(rows) == 4 and all(r.tensors >= 4 for r in rows), rows
+    return max(r.worst for r in rows)
+
+
+def test_recorded_calls():
+    assert recorded() < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"), [({"linears": "fp8"}, 1.0), ({"linears": "fp8", "attention": "fp8"}, 1.0)]
+)
+def test_recorded_calls_in_eight_bits(changes, limit):
+    assert 1e-3 < recorded(**changes) < limit
 
 
 # -- eight bits -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ fewer places, and in FP8 the inputs of the large linear layers are rounded to 8 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,6 +238,7 @@ class FastDiT:
         action_steps: Tensor,
         state: Tensor,
         want_video: bool = True,
+        watch: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Flows of one evaluation.
 
@@ -245,6 +247,7 @@ class FastDiT:
             e ``[2, D]``, e6 ``[2, 6, D]``: rows of the ``TimeTable``; action_steps ``[1, rows]``.
             action: ``[1, rows, action_dim]``; state: ``[1, 1, max_state_dim]``.
             want_video: compute the video flow.
+            watch: called with each block's number and its input ``[branches * tokens, D]``, for comparisons.
 
         Returns:
             ``[branches, z, F, h, w]`` (conditional branch first) or None, and the conditional action flow
@@ -257,7 +260,7 @@ class FastDiT:
         length = tokens.shape[1]
         hidden = tokens.expand(branches, -1, -1).reshape(-1, cfg.dim).contiguous()
         table = self._rotary(start_frame, x, registers=True)
-        last = self._blocks(hidden, slot, position, table, e6, length, count, branches, only_keys=False)
+        last = self._blocks(hidden, slot, position, table, e6, length, count, branches, only_keys=False, watch=watch)
         mods = dit.head.modulation + e[:, None]  # [groups, 2, D]
         gate = self.modulation[-1, 5] + e6[:, 5]
         out = ops.residual_norm(
@@ -295,6 +298,7 @@ class FastDiT:
         branches: int,
         *,
         only_keys: bool,
+        watch: Callable[[int, Tensor], None] | None = None,
     ) -> Product | None:
         """All blocks on ``hidden [branches * tokens, D]``, which is updated in place.
 
@@ -319,6 +323,8 @@ class FastDiT:
         for i, block in enumerate(self.blocks):
             gate = mods[i - 1, :, 5] if i else None
             h = norm(pending, gate, shift=mods[i, :, 0], scale=mods[i, :, 1])
+            if watch is not None:
+                watch(i, hidden)
             ops.qk_norm_rope_store(
                 block.qkv(h),
                 block.norm_q,

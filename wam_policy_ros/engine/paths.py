@@ -6,7 +6,6 @@ from typing import cast
 
 import torch
 
-from wam_policy_ros.contract.embodiment import Embodiment
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.model.dit import Block
 from wam_policy_ros.model.dreamzero import DreamZero
@@ -26,11 +25,11 @@ from .unipc import timesteps_of
 
 
 def make_path(
-    network: DreamZero, config: EngineConfig, embodiment: Embodiment, like: StepPath | None = None
+    network: DreamZero, config: EngineConfig, picture_hw: tuple[int, int], like: StepPath | None = None
 ) -> StepPath:
     """
     Args:
-        embodiment: for the size of the picture.
+        picture_hw: size of the pictures the network sees.
         like: a path of the same network whose prepared weights may be used again.
 
     Raises:
@@ -55,7 +54,6 @@ def make_path(
             fp8=fp8 if config.linears == "fp8" else None,
             scales=scales,
         )
-    height, width = network.config.target_video_hw or (2 * embodiment.view_height, 2 * embodiment.view_width)
     factor = network.config.vae.spatial_factor
     return FusedPath(
         network,
@@ -63,7 +61,7 @@ def make_path(
         dit,
         FastVAE(network.vae),
         text=StreamedTextEncoder(network.text_encoder, device) if config.text == "streamed" else None,
-        latent_hw=(height // factor, width // factor),
+        latent_hw=(picture_hw[0] // factor, picture_hw[1] // factor),
         kv_dtype=attention.kv_dtype or network.dtype,
     )
 

@@ -8,15 +8,17 @@ from dataclasses import replace
 from torch import Tensor
 
 from wam_policy_ros.contract.interface import ResetReason
+from wam_policy_ros.model.dit import DiTOutput
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import EngineConfig
 from .encode import FirstFrame, Prompt, PromptEncoder, encode_first_frame
 from .inpaint import Committed
 from .kv_cache import KVWindow
-from .sampler import Noise, Probe, denoise, draw_noise, prefill
+from .sampler import Noise, Probe, denoise, draw_noise, evaluate, noise_levels, prefill
 from .session import WindowState
 from .step_path import Denoised
+from .unipc import timesteps_of
 
 
 class PlainPath:
@@ -72,6 +74,23 @@ class PlainPath:
             self.network, self.config, draft, noise, proprio, committed=committed, cancelled=cancelled, probe=probe
         )
         return Denoised(video if want_video else None, action, evaluated)
+
+    def evaluate_once(
+        self, state: WindowState, noise: Noise, proprio: Tensor, y: Tensor, start_frame: int, step: int
+    ) -> DiTOutput:
+        """One evaluation of the conditional branch at the noise level of a solver step, for comparisons.
+
+        Args:
+            noise: the samples; y: conditioning of the block that starts at ``start_frame``.
+        """
+        dit = self.network.model
+        frames, height, width = noise.video.shape[2:]
+        table = dit.rotary_table(start_frame, frames, height, width, registers=True)
+        times = [timesteps_of(sigmas).tolist()[step] for sigmas in noise_levels(self.network, self.config)]
+        prompt, window = state.branches()[0]
+        branch = (state.cross(prompt), window.past())
+        video = noise.video.transpose(1, 2)
+        return evaluate(self.network, [branch], video, noise.action, y, table, proprio, times[0], times[1])[0]
 
     def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
         pass  # memory goes with the last reference

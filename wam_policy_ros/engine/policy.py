@@ -73,7 +73,9 @@ class DreamZeroPolicy:
         self.statistics = statistics
         self.tokenizer = tokenizer
         self.config = config or EngineConfig.reference()
-        self.path: StepPath = make_path(network, self.config, embodiment, like.path if like is not None else None)
+        mosaic = (2 * embodiment.view_height, 2 * embodiment.view_width)
+        picture = network.config.target_video_hw or mosaic
+        self.path: StepPath = make_path(network, self.config, picture, like.path if like is not None else None)
         self._stitch = self._make_stitch()
         self._negative = tokenizer([NEGATIVE_PROMPT])
         self._tokens: tuple[str, tuple[Tensor, Tensor]] = ("", self._negative)

@@ -148,7 +148,7 @@ def denoise(
             raise Cancelled("step cancelled between two evaluations", got=f"solver step {i} of {NUM_STEPS}")
         if flow_video is None or schedule.should_run(i):
             run = branches if config.guides(i) else branches[:1]
-            outputs = _evaluate(network, run, video, action, y, table, proprio, times_video[i], times_action[i])
+            outputs = evaluate(network, run, video, action, y, table, proprio, times_video[i], times_action[i])
             guided = guidance([out.video for out in outputs])
             # Action: conditional branch alone, no guidance (DreamZero spec 4.5).
             flow_video, flow_action = guided, outputs[0].action
@@ -169,7 +169,7 @@ def denoise(
     return video.transpose(1, 2), action, evaluated
 
 
-def _evaluate(
+def evaluate(
     network: DreamZero,
     branches: list[tuple[list[CrossKV], list[KV] | None]],
     video: Tensor,

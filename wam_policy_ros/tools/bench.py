@@ -18,6 +18,9 @@ class Bench(NamedTuple):
 BENCHES: dict[str, Bench] = {
     "step": Bench("bench_suite.step", "time a closed-loop step: stages, ceilings, memory, cold and warm"),
     "tiers": Bench("bench_suite.tiers", "how far the actions move with fewer evaluations, less guidance, fewer bits"),
+    "accuracy": Bench(
+        "bench_suite.accuracy", "error of each configuration against float32: per layer, flow and action"
+    ),
     "load": Bench("bench_suite.load", "weights from the page cache to the device, and networks with them"),
     "table": Bench("bench_suite.markdown", "the README's table, or the chart, from a report of wam bench step"),
     "vae": Bench("bench_suite.vae", "the VAE's encoder, plain and fast; convolutions checked and timed; preprocessing"),

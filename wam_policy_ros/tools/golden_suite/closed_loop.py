@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wam_policy_ros.engine.closed_loop import StepInputs, closed_loop_step
 from wam_policy_ros.engine.config import NUM_STEPS, EngineConfig
-from wam_policy_ros.engine.plain_path import PlainPath
+from wam_policy_ros.engine.paths import make_path
 from wam_policy_ros.engine.sampler import Noise
 from wam_policy_ros.engine.session import WindowState
 from wam_policy_ros.engine.step_path import StepPath
@@ -31,7 +33,12 @@ WEIGHTS, INPUTS = "e2e_weights.safetensors", "e2e_inputs.safetensors"
 _TRACE = "_trace.safetensors"
 
 
-def check(folder: GoldenFolder) -> list[Row]:
+def check(folder: GoldenFolder, changes: Mapping[str, Any] | None = None) -> list[Row]:
+    """
+    Args:
+        changes: engine options on top of each recording's schedule, e.g. ``{"step": "fused"}``; then only what the
+            calls give is compared, as other paths keep their memory in other forms.
+    """
     if not folder.has(WEIGHTS, INPUTS):
         return []
     weights, inputs = folder.read(WEIGHTS), folder.read(INPUTS)
@@ -44,7 +51,7 @@ def check(folder: GoldenFolder) -> list[Row]:
         trace_name = name.removesuffix(".safetensors") + _TRACE
         trace = folder.read(trace_name) if folder.has(trace_name) else None
         try:
-            rows += _Variant(name, recording, weights, inputs, noise, trace, trace_name).replay()
+            rows += _Variant(name, recording, weights, inputs, noise, trace, trace_name, changes or {}).replay()
         except Exception as error:  # one broken recording must not hide the others
             rows.append(Row(name, f"{type(error).__name__}: {error}", 0, float("inf"), 0.0))
     return rows
@@ -75,6 +82,7 @@ class _Variant:
         noise: tuple[Tensor, Tensor] | None,
         trace: Recording | None,
         trace_name: str,
+        changes: Mapping[str, Any],
     ) -> None:
         self.name, self.recording, self.inputs, self.noise, self.trace = name, recording, inputs, noise, trace
         narrow = any("bf16" in t or "bfloat16" in t for t in (name, str(recording.metadata.get("dtype", ""))))
@@ -87,7 +95,7 @@ class _Variant:
         self.network = DreamZero.on_meta(config)
         state = {k: v.to(self.dtype) for k, v in weights.weights().items()}
         self.network.load_state_dict(state, strict=True, assign=True)
-        self.config = engine_config(name, recording)
+        self.config, self.changed = replace(engine_config(name, recording), **changes), bool(changes)
         limit, floor = (BF16_CLOSED_LOOP_LIMIT, BF16_CORRELATION) if narrow else (CLOSED_LOOP_LIMIT, None)
         self.outputs = Group(name, "action and video of every call", limit, min_correlation=floor)
         self.inner = Group(name, "stages (latents, ys, CLIP, K/V, prompt)", limit, min_correlation=floor)
@@ -95,7 +103,9 @@ class _Variant:
         self.steps = Group(trace_name, "every solver step", limit)
 
     def replay(self) -> list[Row]:
-        state, path = WindowState(), PlainPath(self.network, self.config)
+        images = next(v for k, v in self.inputs.items() if k.endswith("images"))
+        picture = self.network.config.target_video_hw or (images.shape[2], images.shape[3])
+        state, path = WindowState(), make_path(self.network, self.config, picture)
         last = max((int(m[1]) for k in self.recording if (m := re.match(r"call(\d+)\.", k))), default=-1)
         for call in range(last + 1):  # a call of which nothing is recorded still moves the window on
             state = self._call(f"call{call}.", state, path)
@@ -121,6 +131,9 @@ class _Variant:
         assert result.video is not None
         self.outputs.check(result.action.float(), recording, key + "action_pred")
         self.outputs.check(result.video.float(), recording, key + "video_pred")
+        path.let_go(state, result.state)
+        if self.changed:
+            return result.state
         cursor = torch.tensor([state.current_start_frame, result.state.current_start_frame])
         seen |= {"dit_steps_run": torch.tensor(result.evaluated), "csf_before_after": cursor}
         seen |= _caches(result.state)
