@@ -66,7 +66,8 @@ def launches(name: str, machine: Machine) -> Iterator[tuple[str, Launch]]:
             f"cross_attention {kind}",
             cross.plan_cross_attention(
                 machine, _product(D, scaled=scaled), _empty(M, dtype=F32), weight, text, text, length,
-                _empty(B, dtype=F32), image, image, _empty(M, D, dtype=dtype), L, 16.0 if scaled else None, fp8.max,
+                _empty(B, dtype=F32), image, image, _empty(M, D, dtype=dtype), L,
+                _empty(1, dtype=F32) if scaled else None, fp8.max,
             ),
         )  # fmt: skip
     yield "norm only", norms.plan_residual_norm(machine, x, None, None, quantized_like(x, fp8), **modulation, **sizes)

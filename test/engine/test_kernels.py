@@ -125,7 +125,7 @@ def test_cross_attention_without_padding_counts_every_row_once_and_shares_the_im
     four, none = torch.tensor([4, 4], dtype=torch.int32), torch.zeros(B)
     args = (q, ops.rms_rstd(q, EPS), network.norm_q.weight.data, *text, four, none, *image, L)
     assert torch.allclose(network.o(ops.cross_attention(*args)).reshape(B, L, D), expected, atol=1e-4)
-    eight = ops.cross_attention(*args, out_scale=50.0, fp8=E4M3FN)
+    eight = ops.cross_attention(*args, out_scale=torch.tensor(50.0), fp8=E4M3FN)
     assert eight.dtype == E4M3FN.dtype
     assert _error(eight.float() / 50, ops.cross_attention(*args)) < 0.04
 

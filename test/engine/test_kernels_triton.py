@@ -207,6 +207,10 @@ def test_qk_norm_rope_store(shape, heads, start, dtype, form, output, seed):
             torch.testing.assert_close(got, wanted, rtol=1e-2 if output.itemsize == 2 else 1e-5, atol=1e-5)
 
 
+def _at_scale(scale: float, fp8) -> tuple:
+    return (torch.tensor([scale], device=DEVICE), fp8) if fp8 else (None, None)
+
+
 @drawn
 @example(
     shape=(2, 5), form="n", dtype=torch.float32, heads=(4, 16), image=9, shared=True, words=(3, 70), padded=True,
@@ -232,7 +236,7 @@ def test_cross_attention(shape, form, dtype, heads, image, shared, words, padded
     pads = torch.tensor([512.0 - n if padded else 0.0 for n in words[:branches]], device=DEVICE)
     pictures = [_random(1 if shared else branches, image, count, head_dim, dtype=keys) for _ in range(2)]
     weight, rstd = _random(width, dtype=dtype), reference.rms_rstd(q, EPS)
-    arguments = (q, rstd, weight, *text, length, pads, *pictures, tokens, *((50.0, fp8) if fp8 else (None, None)))
+    arguments = (q, rstd, weight, *text, length, pads, *pictures, tokens, *_at_scale(50.0, fp8))
     got, wanted = (m.cross_attention(*arguments) for m in (fused, reference))
     assert got.dtype == wanted.dtype
     tolerance = {1: 0.15, 2: 1e-2, 4: 1e-5}[got.dtype.itemsize]

@@ -188,7 +188,7 @@ def cross_attention(
     image_k: Tensor,
     image_v: Tensor,
     tokens: int,
-    out_scale: float | None = None,
+    out_scale: Tensor | None = None,
     fp8: Fp8 | None = None,
     *,
     plain: bool = False,
@@ -203,7 +203,8 @@ def cross_attention(
         text_k, text_v: ``[B, capacity, H, Dh]``. text_len: int32 ``[B]``, at least 1; pad_count: float32 ``[B]``. Both
             stay on the device.
         image_k, image_v: ``[B, keys, H, Dh]``, or ``[1, ...]`` when the branches share them.
-        out_scale: with ``fp8``: multiply by this before rounding to 8 bits, saturating.
+        out_scale: with ``fp8``: multiply by this before rounding to 8 bits, saturating. Float32 ``[1]`` or ``[]``, read
+            on the device: a captured call follows the scale of the prompt.
 
     Returns:
         ``[M, D]`` of the dtype of ``q.raw``, or of ``fp8.dtype``.
@@ -225,6 +226,7 @@ def cross_attention(
         _check(name, tensor, (branches, keys, heads, head_dim), (1, keys, heads, head_dim))
     if (out_scale is None) != (fp8 is None):
         raise ShapeError(f"out_scale and fp8 go together; got {out_scale} and {fp8}")
+    _check("out_scale", out_scale, (1,), ())
     return _implementation(q.raw, plain).cross_attention(
         q, rstd, wq, text_k, text_v, text_len, pad_count, image_k, image_v, tokens, out_scale, fp8
     )

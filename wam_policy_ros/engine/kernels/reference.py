@@ -129,7 +129,7 @@ def cross_attention(
     image_k: Tensor,
     image_v: Tensor,
     tokens: int,
-    out_scale: float | None,
+    out_scale: Tensor | None,
     fp8: Fp8 | None,
 ) -> Tensor:
     branches, capacity, heads, _ = text_k.shape

@@ -184,7 +184,7 @@ def cross_arguments(make: Inputs, *, scaled: bool) -> tuple[Any, ...]:
 def _cross(make: Inputs, *, eight: bool) -> Case:
     s = make.sizes
     sets = [cross_arguments(make, scaled=eight) for _ in range(_SETS)]
-    form = (100.0, make.fp8) if eight else (None, None)
+    form = (torch.full((1,), 100.0, device=make.device), make.fp8) if eight else (None, None)
     keys = s.words + s.image_tokens
     moved = (3 if eight else 4) * s.rows * s.width + 4 * (s.branches * s.words + s.image_tokens) * s.width
     return Case(

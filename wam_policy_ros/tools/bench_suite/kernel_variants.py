@@ -76,7 +76,8 @@ def variants(sizes: Sizes, device: torch.device) -> Iterator[Variant]:
     for _ in range(_SETS):
         *given, tokens = cross_arguments(make, scaled=True)
         target = torch.empty(s.rows, s.width, dtype=make.fp8.dtype, device=device)
-        launches.append(cross.plan_cross_attention(machine, *(*given, target, tokens, 100.0, make.fp8.max)))
+        scale = torch.full((1,), 100.0, device=device)
+        launches.append(cross.plan_cross_attention(machine, *(*given, target, tokens, scale, make.fp8.max)))
     for m in (64, 128):
         grids = [replace(x, grid=(-(-s.tokens // m), *x.grid[1:])) for x in launches]
         for n in (32, 64, 128):
