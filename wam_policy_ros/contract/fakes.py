@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class ScriptedPolicy:
         rows: the script.
         latency_s: time one call takes; slept in small slices so that ``cancelled`` is honoured.
         record: for tests: keep every session in ``sessions`` and every observation in its ``seen``.
+        inpainting: the script looks at ``Observation.committed``; without, such an observation is refused.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class ScriptedPolicy:
         latency_s: float = 0.0,
         weights: str = "scripted, no network",
         record: bool = False,
+        inpainting: bool = False,
     ) -> None:
         self._rows = rows
         self._record = record
         self._latency_s = latency_s
-        self.spec: PolicySpec = spec_of(embodiment, weights=weights)
+        self.spec: PolicySpec = replace(spec_of(embodiment, weights=weights), inpainting=inpainting)
         self.sessions: list[FakeSession] = []
 
     def open(self, session_id: str | None = None, *, seed: int | None = None) -> FakeSession:
@@ -77,6 +79,8 @@ class ScriptedPolicy:
     ) -> ActionChunk:
         if not isinstance(session, FakeSession) or session.closed:
             raise SessionError("session is closed or belongs to another policy", got=session)
+        if observation.committed is not None:
+            observation.committed.check_fit(self.spec)
         start = time.monotonic()
         while (left := start + self._latency_s - time.monotonic()) > 0:
             if cancelled is not None and cancelled():

@@ -147,7 +147,7 @@ def join(
         found = violation(plan, limits, start[1])
         if found is None:
             if worst is not None and (shape.speed < 1.0 or too_fast is not None):
-                clamped.append(f"{worst.text()}; the plan runs at {shape.speed:.0%} of its speed")
+                clamped.append(f"{(too_fast or worst).text()}; the plan runs at {shape.speed:.0%} of its speed")
             step = float(np.abs(targets[0] - kept[0])[arm].max(initial=0.0))
             return Joined(plan, tuple(clamped), step, shape.blend, shape.ease, shape.brake)
         worst = found if worst is None or found.excess < worst.excess else worst
