@@ -542,7 +542,9 @@ def test_a_worker_that_ends_late_is_no_error_when_the_process_ends(make: Make) -
     loading.wait(5)
     threading.Timer(0.8, more.set).start()
     assert system.on_node(lambda: system.node.close(5.0)), "joined"
-    assert not [line for line in system.lines if line.startswith(("error", "warning"))]
+    # The robot of the tests sends pictures of one colour, of which the node may have warned by then.
+    lines = [line for line in system.lines if "uniform image" not in line]
+    assert not [line for line in lines if line.startswith(("error", "warning"))]
 
 
 def test_a_policy_of_another_action_space_is_refused(make: Make) -> None:

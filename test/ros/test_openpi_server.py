@@ -108,7 +108,7 @@ def test_a_step_of_a_client_gives_way_to_the_robot(make: Make) -> None:
 
         def infer(self, session: Any, observation: Observation, *, cancelled: Any = None) -> Any:
             starts.append(observation.prompt)
-            self._latency_s = 0.0 if observation.prompt == ROBOT or starts.count("slow") > 6 else 2.0
+            self._latency_s = 2.0 if observation.prompt == "slow" and starts.count("slow") <= 6 else 0.0
             return super().infer(session, observation, cancelled=cancelled)
 
     system = make(Slow(stand), **{"openpi.max_sessions": 2})
