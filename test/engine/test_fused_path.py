@@ -132,7 +132,7 @@ def test_windows_are_given_back(fused):
     pool = fresh.path.pool
     assert pool.made == 2 and pool.idle == 2
     slot = pool.acquire()
-    held = (slot.k, slot.v, slot.text_k, slot.text_v, slot.image_k, slot.image_v, slot.ys)
+    held = (slot.k, slot.v, slot.text_k, slot.text_v, slot.image_k, slot.image_v, slot.ys, slot.cross_unscale)
     assert (
         pool.layout.nbytes == sum(t.numel() * t.element_size() for t in held) and pool.nbytes == 2 * pool.layout.nbytes
     )
@@ -243,6 +243,33 @@ def test_fp8_is_close_and_is_not_the_same(options, limit):
     got = run(make_policy(replace(FUSED, **options), network=make_network()), (1, 4, 4))
     errors = [distance(a, b) for a, b in zip(got, expected, strict=True)]
     assert 1e-4 < max(errors) < limit, errors
+
+
+def test_cross_attention_has_one_scale_per_layer_that_nothing_exceeds():
+    """Of what a prompt and a picture hold, not of what was computed: a captured step reads it like the keys."""
+    policy = make_policy(replace(FUSED, linears="fp8"), network=make_network())
+    path, top = policy.path, policy.path.dit.fp8.max
+    session = policy.open()
+    policy.infer(session, look(policy.spec, 0, frames=1, prompt="a"))
+    slot = session.window.slot
+    rows = [int(n) for n in slot.text_rows]
+    for layer in range(slot.layout.dit.num_layers):
+        texts = [float(slot.text_v[layer, b, :n].abs().max()) for b, n in enumerate(rows)]
+        bound = max(texts) + float(slot.image_v[layer].abs().max())
+        scale = float(slot.cross_scale[layer])
+        assert 0.49 * top < scale * bound < top and np.log2(scale) % 1 == 0
+        assert torch.equal(slot.cross_unscale[layer] * scale, torch.ones(slot.layout.scaled_rows))
+    assert slot.layout.scaled_rows >= slot.layout.branches * slot.layout.rows
+    # What another session had in the window does not show.
+    before, keys = slot.cross_scale.clone(), list(slot.loaded)
+    with torch.inference_mode():
+        path.dit.load_text(slot, 1, replace(keys[1], v=100 * keys[1].v))
+        assert (slot.cross_scale < before / 8).all()
+        path.pool.release(slot)
+        for branch in range(slot.layout.branches):
+            path.dit.load_text(slot, branch, keys[branch])
+            assert (slot.cross_scale >= before).all()
+    assert torch.equal(slot.cross_scale, before)
 
 
 def test_fp8_takes_the_plain_weights_away():

@@ -187,12 +187,18 @@ class FastDiT:
         slot.text_v[:, branch, :rows] = keys.v
         slot.text_rows[branch] = rows
         slot.text_padding[branch] = keys.padding
+        slot.text_peak[branch] = _peaks(keys.v)
         slot.loaded[branch] = keys
+        if self.fp8 is not None:
+            slot.set_cross_scale(self.fp8.max)
 
     def load_image(self, slot: WindowSlot, features: Tensor) -> None:
         """K/V of CLIP features ``[1, 257, clip_dim]`` into a slot."""
         layers = [(b.image_k, b.image_v, b.image_norm_k) for b in self.blocks]
         slot.image_k[:, 0], slot.image_v[:, 0] = self._keys(self.dit.img_emb(features)[0], layers)
+        slot.image_peak.copy_(_peaks(slot.image_v))
+        if self.fp8 is not None:
+            slot.set_cross_scale(self.fp8.max)
 
     def _keys(self, embedded: Tensor, layers: list[tuple[Linear, Linear, Tensor]]) -> tuple[Tensor, Tensor]:
         """``[layers, rows, heads, head_dim]`` keys and values from ``[rows, D]``."""
@@ -309,8 +315,7 @@ class FastDiT:
         cfg = self.cfg
         heads, width = cfg.num_heads, cfg.head_dim
         mods = self.modulation[:, None] + e6  # [layers, groups, 6, D]
-        cos, sin = table
-        scales = self.scales
+        (cos, sin), scales = table, self.scales
         kv_dtype = self.attention.kv_dtype or hidden.dtype
         queries = torch.empty(branches, tokens, heads, width, dtype=kv_dtype, device=hidden.device)
 
@@ -360,8 +365,11 @@ class FastDiT:
                 slot.image_k[i],
                 slot.image_v[i],
                 tokens=tokens,
+                out_scale=None if self.fp8 is None else slot.cross_scale[i],
+                fp8=self.fp8,
             )
-            h = norm(block.cross_o(self._input(crossed, None)), None, shift=mods[i, :, 3], scale=mods[i, :, 4])
+            heard = crossed if self.fp8 is None else Quantized(crossed, slot.cross_unscale[i, : len(crossed)])
+            h = norm(block.cross_o(heard), None, shift=mods[i, :, 3], scale=mods[i, :, 4])
             pending = block.down(ops.gelu_quant(block.up(h), self.fp8))
         return pending
 
@@ -372,3 +380,8 @@ class FastDiT:
                 return (x.float() / scale).to(self.modulation.dtype)
             return Quantized(x, torch.full((len(x),), 1 / scale, dtype=torch.float32, device=x.device))
         return x if self.fp8 is None else ops.quantize_rows(x, self.fp8)
+
+
+def _peaks(values: Tensor) -> Tensor:
+    """Largest magnitude of each layer, float32 ``[layers]``."""
+    return values.abs().flatten(1).amax(1).float()

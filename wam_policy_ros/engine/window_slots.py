@@ -60,7 +60,13 @@ class SlotLayout:
         window = 2 * d.num_layers * self.branches * self.rows * d.dim * narrow
         cross = 2 * d.num_layers * (self.branches * d.text_len + IMAGE_TOKENS) * d.dim * wide
         channels, frames, height, width = self.latent
-        return window + cross + channels * frames * height * width * wide
+        scales = 4 * d.num_layers * self.scaled_rows
+        return window + cross + channels * frames * height * width * wide + scales
+
+    @property
+    def scaled_rows(self) -> int:
+        """At least the rows of any call, over all branches; a multiple of what matrix products want aligned."""
+        return -(-self.branches * self.rows // 64) * 64
 
 
 IMAGE_TOKENS = 257
@@ -75,6 +81,10 @@ class WindowSlot:
         text_k, text_v: ``[layers, branches, text_len, heads, head_dim]``; only ``text_rows`` of them are valid.
         text_rows: int32 ``[branches]``; text_padding: float32 ``[branches]``, how often the last valid row counts.
         image_k, image_v: ``[layers, 1, 257, heads, head_dim]``, the same for both branches.
+        text_peak: float32 ``[branches, layers]``, largest magnitude of a prompt's values; image_peak: ``[layers]``, of
+            the picture's.
+        cross_scale: float32 ``[layers, 1]``, by which outputs of cross-attention are multiplied before they are rounded
+            to 8 bits; cross_unscale: ``[layers, scaled_rows]``, its inverse once per row, as matrix products take it.
         ys: conditioning of the window ``[1, channels, frames, h, w]``.
         loaded: per branch the prompt whose keys lie in the text buffers.
     """
@@ -93,8 +103,31 @@ class WindowSlot:
         self.image_k, self.image_v = (buffer(1, IMAGE_TOKENS, layout.dtype) for _ in range(2))
         self.text_rows = torch.zeros(layout.branches, dtype=torch.int32, device=device)
         self.text_padding = torch.zeros(layout.branches, dtype=torch.float32, device=device)
+        self.text_peak, self.image_peak, self.cross_scale, self.cross_unscale = (
+            torch.zeros(shape, dtype=torch.float32, device=device)
+            for shape in (
+                (layout.branches, dit.num_layers), (dit.num_layers,), (dit.num_layers, 1),
+                (dit.num_layers, layout.scaled_rows),
+            )
+        )  # fmt: skip
         self.ys = torch.zeros(1, *layout.latent, dtype=layout.dtype, device=device)
         self.loaded: list[object] = [None] * layout.branches
+
+    def set_cross_scale(self, top: float) -> None:
+        """From the peaks: the largest power of two for which no output of cross-attention exceeds ``top``.
+
+        The output is a sum of two means of value rows, so no larger than both peaks together; 1 % is for weights of the
+        softmax that were rounded up. With a power of two the scale has no part in how a value is rounded: what another
+        branch holds does not show.
+        """
+        bound = self.image_peak
+        prompts = [peak for peak, keys in zip(self.text_peak, self.loaded, strict=True) if keys is not None]
+        if prompts:
+            bound = bound + torch.stack(prompts).amax(0)
+        scale = top / (1.01 * bound).clamp_min(1e-6)
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
+        self.cross_scale.copy_(scale.unsqueeze(1))
+        self.cross_unscale.copy_((1 / scale).unsqueeze(1).expand_as(self.cross_unscale))
 
 
 class SlotPool:

@@ -137,7 +137,8 @@ def cross_attention_kernel(
         mask = live[:, None]
     else:
         mask = live[:, None] & used[None, :]
-    keys = tl.load(text_len_ptr + branch)
+    # One key at least, whatever the buffer says: the last of none would lie before the others.
+    keys = tl.maximum(tl.load(text_len_ptr + branch), 1)
     extra = tl.log2(tl.maximum(tl.load(pad_count_ptr + branch), 1.0))
     q = tl.load(raw_ptr + base * WIDTH + head + place, mask=mask, other=0.0).to(tl.float32)
     if row_ptr is not None:
