@@ -142,7 +142,7 @@ def big_request(case: Case, data: dict[str, Any]) -> Outcome:
         outcome = judged(case, spoken, spoken.replies)
         outcome.facts["no_close_1009"] = not spoken.refusals
         server: OpenPIServer = spoken.one.server
-        limits = server.info()["contract"]["limits"]
+        limits = server.reception.info()["contract"]["limits"]
     ours = LinkConfig("ws://127.0.0.1").max_reply_bytes
     outcome.checks["limit"] = lambda *_: (
         None if min(limits["max_message_bytes"], ours) >= MIN_LIMIT else f"server {limits}, client {ours}"

@@ -191,7 +191,7 @@ DROID_SERVER: dict[str, Any] = {"resize": "pad", "single_exterior": "dropped_vie
 
 def test_a_openpi_simple_client() -> None:
     policy = RememberingPolicy(small_spec(180, 320))
-    with served(policy, dialect="openpi", api_key="k", **DROID_SERVER) as one:
+    with served(policy, dialect="openpi", api_key="k", blind_positions="send", **DROID_SERVER) as one:
         with pytest.raises(InvalidStatus):
             Wire(one)
         client = Wire(one, additional_headers={"Authorization": "Api-Key k"})
@@ -230,7 +230,7 @@ def test_a_k_requests_of_another_robot_are_errors_that_name_what_is_missing(requ
             client.infer(request_)
         with pytest.raises(ConnectionClosed):
             client.infer(request_)
-        again = Wire(one)
+        again = Wire(one, "/sim_evals")
         assert again.infer(droid(0))["actions"].shape == (24, 8)
         again.close()
 
@@ -252,6 +252,24 @@ def test_b_joint_velocities_are_never_answered_with_joint_positions(one: Served)
     with pytest.raises(InvalidStatus) as refused:
         Wire(one, "/openpi_droid")
     assert refused.value.response.status_code == 404 and b"joint_velocity" in (refused.value.response.body or b"")
+
+
+def test_b_nor_for_clients_that_ask_the_same_way_and_read_no_metadata() -> None:
+    """inspect-robots-franka, or openpi's DROID loop pointed at the base dialect."""
+    policy = RememberingPolicy(small_spec(180, 320))
+    with served(policy, dialect="openpi", **DROID_SERVER) as one:
+        with pytest.raises(RuntimeError, match=r"joint velocities.*blind_positions: send"):
+            Wire(one).infer(droid(0))
+        assert policy.opened == 0, "refused before the policy hears of it"
+        both = dreamzero(0, "s")
+        client = Wire(one)
+        assert client.infer(both)["actions"].shape == (24, 8), "the views of this very policy: no velocity client"
+        client.close()
+    velocities = small_spec(180, 320, action_space="joint_velocity")
+    with served(RememberingPolicy(velocities), dialect="openpi", **DROID_SERVER) as one:
+        client = Wire(one)
+        assert client.infer(droid(0))["actions"].shape == (24, 8)
+        client.close()
 
 
 # -- C, D: DreamZero ---------------------------------------------------------------------------------------------------

@@ -136,6 +136,27 @@ def test_a_session_that_nobody_comes_back_to_is_freed():
         assert any("did not come back" in line for line in one.lines)
 
 
+def test_a_client_that_comes_back_while_others_are_freed_keeps_its_session():
+    with served(resume_s=0.6) as one, Client(one) as busy:
+        lost = [Client(one) for _ in range(2)]
+        for name, client in zip("ab", lost, strict=True):
+            client.ask(request(0, name))
+            client.drop()
+        wait_for(lambda: all(s.left_s for s in one.server.table.of(None)) and len(one.server.table.of(None)) == 2)
+        one.policy.entered.clear()
+        one.policy.gate.clear()
+        busy.send(request(5, "busy"))  # so that freeing takes time
+        assert one.policy.entered.wait(5)
+        wait_for(lambda: one.server.table.freeing, what="the end of the sessions")
+        assert not one.server.table.of(None), "both have ended together; none may be taken up again and then freed"
+        with Client(one) as back:
+            back.send(request(1, "b"))
+            wait_for(lambda: one.server.table.get("b"))
+            one.policy.gate.set()
+            assert same(back.receive(), alone(request(1, "b"))[0])
+            assert same(back.ask(request(2, "b")), alone(request(1, "b"), request(2, "b"))[1])
+
+
 def test_an_idle_session_ends_and_its_client_is_told_once():
     with served(session_idle_s=0.1, errors="keep_open") as one, Client(one) as client:
         client.ask(request(0))
@@ -327,6 +348,20 @@ def test_a_deadline_ends_the_step_and_leaves_the_session():
         one.policy.gate.set()
         assert same(client.ask(request(1)), alone(request(0), request(1))[1])
         assert one.http("/readyz")[0] == 200
+
+
+def test_a_deadline_is_kept_while_others_have_the_policy():
+    with served(errors="keep_open") as one, Client(one) as busy, Client(one) as client:
+        one.policy.gate.clear()
+        busy.send(request(0, "a"))
+        assert one.policy.entered.wait(5)
+        assert "DeadlineExceeded" in client.ask(request(1, "b", deadline_ms=30)), (
+            "said at once, not when it is its turn"
+        )
+        assert not one.policy.gate.is_set()
+        one.policy.gate.set()
+        assert same(busy.receive(), alone(request(0, "a"))[0])
+        assert same(client.ask(request(1, "b")), alone(request(1, "b"))[0])
 
 
 def test_the_newest_observation_wins_for_those_who_ask():

@@ -162,6 +162,12 @@ class NodeParameters:
         "clients with one exterior camera: refuse, or dropped_view (a black second view, as in a part of the training)",
         choices=("refuse", "dropped_view"),
     )
+    openpi_blind_positions: str = _p(
+        "refuse",
+        "openpi.blind_positions",
+        "joint positions for clients of dialect openpi with one exterior camera, some of which execute velocities",
+        choices=("refuse", "send"),
+    )
     openpi_max_connections: int = _p(64, "openpi.max_connections", "more are turned away", low=1, high=4096)
     openpi_max_sessions: int = _p(
         4, "openpi.max_sessions", "of clients, beside the robot's; each holds device memory", low=1, high=4096

@@ -27,6 +27,8 @@ class ServerConfig:
         paths: further paths and their dialects. Every dialect is reachable as ``/<name>`` as well, and as
             ``?dialect=<name>``.
         wire: how requests are read.
+        blind_positions: clients that ask as velocity clients do and read no metadata are told so (``refuse``), or get
+            joint positions (``send``); see ``steps.check_meaning``.
         errors: after a refused request ``close`` (one text frame, then 1011, which every published client survives) or
             ``keep_open``. A client may ask for ``?errors=keep_open`` itself.
         api_key: clients must send it as ``Authorization: Api-Key <key>`` or ``Bearer <key>``; empty: no key.
@@ -50,6 +52,7 @@ class ServerConfig:
     ports: Mapping[int, str] = field(default_factory=dict)
     paths: Mapping[str, str] = field(default_factory=lambda: {VLLM_OMNI_PATH: "vllm_omni"})
     wire: WireRules = field(default_factory=WireRules)
+    blind_positions: Literal["refuse", "send"] = "refuse"
     errors: Literal["close", "keep_open"] = "close"
     api_key: str = field(default="", repr=False)
     bind: Literal["early", "when_ready"] = "early"
@@ -69,6 +72,7 @@ class ServerConfig:
         for name in (self.dialect, *self.ports.values(), *self.paths.values()):
             get_dialect(name)
         one_of = {
+            "blind_positions": ("refuse", "send"),
             "errors": ("close", "keep_open"),
             "bind": ("early", "when_ready"),
             "wire.resize": ("refuse", "pad", "stretch"),

@@ -9,7 +9,7 @@ import secrets
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from websockets.asyncio.server import ServerConnection
@@ -18,6 +18,7 @@ from websockets.protocol import State
 
 from wam_policy_ros.contract.errors import (
     Cancelled,
+    DeadlineExceeded,
     EngineError,
     ObservationError,
     Overloaded,
@@ -25,19 +26,21 @@ from wam_policy_ros.contract.errors import (
     Superseded,
     WamError,
 )
-from wam_policy_ros.contract.interface import ActionChunk, Policy
-from wam_policy_ros.contract.policy_thread import AskCancelled, Phase, Ticket
+from wam_policy_ros.contract.policy_thread import Phase, Ticket
 
 from .codec import Codec, pack
-from .dialects import RESET_ACK, Dialect, check_fit, metadata, reply
+from .dialects import RESET_ACK, Dialect, check_fit, metadata
 from .sessions import ServedSession
-from .wire import InferRequest, ResetRequest
+from .steps import Answered, check_continuity, check_meaning, job, with_timings
+from .wire import InferRequest, RequestReader, ResetRequest
 
 if TYPE_CHECKING:
     from .server import OpenPIServer
 
 MAX_ERROR_CHARS = 4000
 FATAL = 1011
+LARGE_BYTES = 64 * 2**10
+"""Messages from here on are read beside the event loop where their pictures have to be resized, too."""
 
 
 @dataclass(eq=False)
@@ -48,15 +51,6 @@ class Item:
     received_s: float
     ticket: Ticket[Any] | None = None
     superseded: bool = False
-
-
-@dataclass
-class Answered:
-    """What a step gives: the message to send and how long the policy took."""
-
-    chunk: ActionChunk
-    message: Any
-    infer_s: float = field(default=0.0)
 
 
 class Connection:
@@ -71,7 +65,6 @@ class Connection:
         self._server, self._socket, self._dialect, self._keep_open = server, socket, dialect, keep_open
         self._own_key = server.table.private_key()
         self._current: ServedSession | None = None
-        self._seen: set[str] = set()
         self._codec: Codec = "openpi"
         self._items: deque[Item] = deque()
         self._arrived, self._space = asyncio.Event(), asyncio.Event()
@@ -179,15 +172,13 @@ class Connection:
         assert reader is not None
         try:
             async for frame in self._socket:
-                item = Item(ObservationError("unread", field="message"), time.monotonic())
-                try:
-                    item.content = reader.read(frame, self._codec)
-                except WamError as error:
-                    item.content = error.with_traceback(None)
-                except Exception as error:  # a bug in the checks must not end the server
-                    self._server.log("error", f"{self._peer}: reading a request raised {type(error).__name__}: {error}")
-                    item.content = ObservationError("the request cannot be read", field="message")
-                del frame
+                received_s = time.monotonic()
+                if len(frame) >= LARGE_BYTES and self._server.config.wire.resize != "refuse":
+                    content = await asyncio.to_thread(self._content, reader, frame)
+                else:
+                    content = self._content(reader, frame)
+                item = Item(content, received_s)
+                del frame, content
                 self._supersede(item)
                 self._items.append(item)
                 self._arrived.set()
@@ -198,6 +189,15 @@ class Connection:
             pass
         finally:
             self._lost()
+
+    def _content(self, reader: RequestReader, frame: bytes | str) -> InferRequest | ResetRequest | WamError:
+        try:
+            return reader.read(frame, self._codec)
+        except WamError as error:
+            return error.with_traceback(None)
+        except Exception as error:  # a bug in the checks must not end the server
+            self._server.log("error", f"{self._peer}: reading a request raised {type(error).__name__}: {error}")
+            return ObservationError("the request cannot be read", field="message")
 
     def _supersede(self, new: Item) -> None:
         if not isinstance(new.content, InferRequest) or not new.content.newest_wins:
@@ -259,8 +259,8 @@ class Connection:
         """One text frame, which no client takes for actions, then the end of the connection."""
         reference = secrets.token_hex(4)
         level = "error" if isinstance(error, EngineError) and not isinstance(error, Cancelled) else "warning"
-        self._server.log(level, f"[{reference}] {self._peer} ({self._dialect.name}): refused: {error}")
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+        self._server.log(level, f"[{reference}] {self._peer} ({self._dialect.name}): refused: {text}")
         await self._socket.send(f"{type(error).__name__}: {text} [log reference {reference}]")
         # A client that has asked for newest_wins knows what this reply means.
         if self._keep_open or isinstance(error, Superseded):
@@ -294,8 +294,11 @@ class Connection:
         if item.superseded:
             raise Superseded("a newer observation took this one's place")
         self._codec = request.codec
+        spec = self._server.owner.status.spec
+        assert spec is not None
+        check_meaning(self._dialect, spec, request, self._server.config)
         session = await self._session(request)
-        self._check_continuity(session, request)
+        check_continuity(session, request)
         session.busy += 1
         try:
             try:
@@ -313,15 +316,37 @@ class Connection:
         session.cameras = request.cameras
         session.used_s = time.monotonic()
         self._report(item, session, answered)
-        await self._socket.send(pack(self._finished(item, session, answered), request.codec))
+        message = answered.message
+        if self._dialect.timings:
+            assert item.ticket is not None
+            message = with_timings(
+                answered,
+                item.ticket,
+                seq=self._answered,
+                session_step=session.steps - 1,
+                previous_total_ms=self._previous_total_ms,
+            )
+        await self._socket.send(pack(message, request.codec))
         self._answered += 1
         self._server.metrics.answer_s.observe(time.monotonic() - item.received_s)
 
     async def _step(self, item: Item, session: ServedSession, request: InferRequest) -> Answered:
-        item.ticket = self._submit(item, session, request)
+        owner, loop = self._server.owner, asyncio.get_running_loop()
+        limits = [s for s in (request.deadline_s, self._server.config.deadline_s) if s]
+        deadline_s = item.received_s + min(limits) if limits else None
+        ticket = item.ticket = owner.submit(job(self._dialect, session, request), lane=self, deadline_s=deadline_s)
         if self._ended:  # while the session was sought
             self.give_up()
-        return await asyncio.wrap_future(item.ticket.future)
+        # The policy's thread sees to its own deadlines between evaluations; this one is for a step that still waits.
+        timer = None
+        if deadline_s is not None:
+            late = DeadlineExceeded("the deadline of this call has passed", got=f"{min(limits) * 1e3:.0f} ms")
+            timer = loop.call_later(max(0.0, deadline_s - time.monotonic()), ticket.cancel, late)
+        try:
+            return await asyncio.wrap_future(ticket.future)
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _session(self, request: InferRequest) -> ServedSession:
         """The session of a request, taken over from a dead connection or given room if need be."""
@@ -340,54 +365,11 @@ class Connection:
                 if not await server.reclaim():
                     raise
         if session is not self._current:
-            self.interleaves = self.interleaves or key in self._seen
-            self._seen.add(key)
             if session.steps:
+                self.interleaves = self.interleaves or self._current is not None
                 server.log("info", f"{self._peer} goes on with session {key!r} after {session.steps} steps")
             self._current = session
         return session
-
-    @staticmethod
-    def _check_continuity(session: ServedSession, request: InferRequest) -> None:
-        if session.cameras is not None and session.cameras != request.cameras:
-            raise ObservationError(
-                "the cameras are not those of the session's first request",
-                field=next(iter(set(session.cameras) - set(request.cameras) - {""}), "observation"),
-                got=[c for c in request.cameras if c],
-                expected=[c for c in session.cameras if c],
-                remedy="an episode keeps its cameras; send reset before changing them",
-            )
-        if session.steps and request.seed is not None and request.seed != session.seed:
-            raise ObservationError(
-                "the seed is not that of the session", field="seed", got=request.seed, expected=session.seed,
-                remedy="give the seed with the first request, or reset",
-            )  # fmt: skip
-
-    def _submit(self, item: Item, session: ServedSession, request: InferRequest) -> Ticket[Answered]:
-        dialect, server = self._dialect, self._server
-        limits = [s for s in (request.deadline_s, server.config.deadline_s) if s]
-
-        def work(policy: Policy, cancelled: AskCancelled) -> Answered:
-            start = time.monotonic()
-            handle = session.handle
-            if handle is None:
-                name = None if session.private else session.key
-                handle = policy.open(name, seed=request.seed)
-            try:
-                chunk = policy.infer(handle, request.observation, cancelled=cancelled)
-                # Here, so that rows that may not be sent count as a failure of the policy.
-                message = reply(dialect, chunk.actions, policy.spec, policy_timing={}, server_timing={})
-            except BaseException:
-                if session.handle is None:
-                    policy.close(handle)
-                raise
-            if session.handle is None:
-                session.handle, session.seed = handle, request.seed
-            return Answered(chunk, message, time.monotonic() - start)
-
-        return server.owner.submit(
-            work, lane=self, deadline_s=item.received_s + min(limits) if limits else None, newest_wins=False
-        )
 
     def _report(self, item: Item, session: ServedSession, answered: Answered) -> None:
         metrics, ticket, chunk = self._server.metrics, item.ticket, answered.chunk
@@ -398,25 +380,3 @@ class Connection:
             self._server.log(
                 "info", f"session {session.key!r}: history reset at step {chunk.step}: {chunk.reset.value}"
             )
-
-    def _finished(self, item: Item, session: ServedSession, answered: Answered) -> Any:
-        """The message with its timings: numbers only, in the order that clients read them."""
-        if not self._dialect.timings:
-            return answered.message
-        ticket, chunk = item.ticket, answered.chunk
-        assert ticket is not None and ticket.started_s is not None
-        server_timing = {"infer_ms": answered.infer_s * 1e3}
-        if self._previous_total_ms is not None:
-            server_timing["prev_total_ms"] = self._previous_total_ms
-        server_timing |= {
-            "queue_ms": (ticket.started_s - ticket.submitted_s) * 1e3,
-            "seq": float(self._answered),
-            "session_step": float(session.steps - 1),
-            "history_reset": float(chunk.reset is not None),
-        }
-        stages = {f"{name}_ms": seconds * 1e3 for name, seconds in chunk.timings_s.items() if name != "total"}
-        total = chunk.timings_s.get("total", answered.infer_s)
-        return answered.message | {
-            "policy_timing": {"infer_ms": total * 1e3} | stages,
-            "server_timing": server_timing,
-        }

@@ -31,6 +31,7 @@ class Dialect:
         metadata: ``exact``: the six RoboArena keys, one more would break the client; ``flat``: they, the newer optional
             keys of vLLM-Omni, and the contract; ``open``: they and the contract.
         action_space: what its clients take the rows for; None: they read ``action_space`` of the metadata, or are told.
+        blind: some of its clients do neither, and execute joint velocities (see ``steps.check_meaning``).
         rows: they insist on this many rows; None: the policy's horizon.
         dtype: of the rows.
         sends: what its clients are known to send that the server has to be told about, or nothing.
@@ -42,6 +43,7 @@ class Dialect:
     timings: bool
     metadata: Literal["exact", "flat", "open"]
     action_space: str | None = "joint_position"
+    blind: bool = False
     rows: int | None = None
     dtype: str = "<f4"
     sends: str = ""
@@ -59,7 +61,7 @@ DIALECTS: dict[str, Dialect] = {
         Dialect("dreamzero", "DreamZero test_client_AR, run_sim_eval", "bare", False, "exact"),
         Dialect("roboarena", "RoboArena test client and evaluator", "map", False, "exact", action_space=None),
         Dialect("vllm_omni", "vLLM-Omni openpi_client, droid_sim_eval_client", "bare", False, "flat"),
-        Dialect("openpi", "openpi-client, inspect-robots, hud", "map", True, "open", action_space=None),
+        Dialect("openpi", "openpi-client, inspect-robots, hud", "map", True, "open", action_space=None, blind=True),
         Dialect("openpi_droid", "openpi examples/droid", action_space="joint_velocity", rows=10, **_DROID),  # type: ignore[arg-type]
         Dialect("sim_evals", "sim-evals", **_DROID),  # type: ignore[arg-type]
         Dialect("polaris", "PolaRiS", **_DROID),  # type: ignore[arg-type]
@@ -150,15 +152,8 @@ def contract(spec: PolicySpec, limits: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def reply(
-    dialect: Dialect,
-    actions: npt.NDArray[np.float64],
-    spec: PolicySpec,
-    *,
-    policy_timing: Mapping[str, float],
-    server_timing: Mapping[str, float],
-) -> Any:
-    """The answer to an infer request, ready to be packed.
+def reply(dialect: Dialect, actions: npt.NDArray[np.float64], spec: PolicySpec) -> Any:
+    """The answer to an infer request, timings aside.
 
     Raises:
         EngineError: the rows are not finite or not ``[N, action_dim]``; nothing of them may be sent.
@@ -172,9 +167,4 @@ def reply(
         raise EngineError(
             "the policy's actions are not finite", got=f"{int((~np.isfinite(rows)).sum())} of {rows.size}"
         )
-    if dialect.reply == "bare":
-        return rows
-    out: dict[str, Any] = {"actions": rows}
-    if dialect.timings:
-        out |= {"policy_timing": dict(policy_timing), "server_timing": dict(server_timing)}
-    return out
+    return rows if dialect.reply == "bare" else {"actions": rows}

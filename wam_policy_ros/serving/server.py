@@ -9,35 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
-import json
-import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
-from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from websockets.asyncio.server import Server, ServerConnection, serve
-from websockets.datastructures import Headers
-from websockets.http11 import Request, Response
 
-from wam_policy_ros.contract.errors import ConfigError, MissingDependency, NotReady
+from wam_policy_ros.contract.errors import ConfigError, MissingDependency, NotReady, WamError
 from wam_policy_ros.contract.interface import Policy, PolicySpec
 from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
 
 from .config import ServerConfig
 from .connection import Connection
-from .dialects import DIALECTS, Dialect, check_fit, contract, get_dialect
+from .dialects import Dialect, check_fit, get_dialect
+from .guard import SPARE_SOCKETS, GuardedConnection, Sockets
+from .log import Log, ServerLog, library_logger
+from .reception import Reception
 from .sessions import ServedSession, SessionTable
 from .wire import RequestReader
 
 try:
-    from .metrics import CONTENT_TYPE, Metrics
+    from .metrics import Metrics
 except ModuleNotFoundError as error:
     raise MissingDependency(str(error.name), "serve", "the OpenPI server") from error
 
-Log = Callable[[str, str], None]
 SWEEP_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
 
@@ -54,11 +50,16 @@ class OpenPIServer:
     """
 
     def __init__(self, config: ServerConfig, owner: PolicyThread, *, log: Log) -> None:
-        self.config, self.owner, self.log = config, owner, log
+        self.config, self.owner, self.log = config, owner, ServerLog(log)
         self.table = SessionTable(
             max_sessions=config.max_sessions, idle_s=config.session_idle_s, resume_s=config.resume_s
         )
         self.connections: set[Connection] = set()
+        self.reception = Reception(self)
+        self._sockets = Sockets(
+            config.max_connections + SPARE_SOCKETS,
+            lambda what: self.log("warning", f"a connection was cut: {what}"),
+        )
         self.metrics = Metrics(
             ready=lambda: float(self.trouble() is None),
             connections=lambda: len(self.connections),
@@ -72,7 +73,7 @@ class OpenPIServer:
         self._bound = threading.Event()
         self._bind_error: BaseException | None = None
         self._misfit: str | None = None
-        self._stopping = False
+        self.stopping = False
         self._thread = threading.Thread(target=self._run, name="wam_openpi_server", daemon=True)
 
     # -- any thread -------------------------------------------------------------------------------------------------
@@ -97,11 +98,11 @@ class OpenPIServer:
 
     def trouble(self) -> str | None:
         """Why ``/readyz`` says no; None when it says yes."""
-        return "the server is stopping" if self._stopping else self._misfit or self.owner.trouble()
+        return "the server is stopping" if self.stopping else self._misfit or self.owner.trouble()
 
     def stop(self, timeout_s: float = 3.0) -> bool:
         """Cancel steps, close connections with 1001, free sessions. False when that took longer than ``timeout_s``."""
-        self._stopping = True
+        self.stopping = True
         if self._loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -126,7 +127,7 @@ class OpenPIServer:
         self._stop, self.ready = asyncio.Event(), asyncio.Event()
         unsubscribe = self.owner.subscribe(lambda: _call(loop, self._phase_changed))
         servers: list[Server] = []
-        if self._stopping:
+        if self.stopping:
             self._stop.set()
         try:
             self._phase_changed()
@@ -156,14 +157,15 @@ class OpenPIServer:
                     functools.partial(self._handle, default),
                     config.host,
                     port,
-                    process_request=functools.partial(self._upgrade, default),
+                    process_request=functools.partial(self.reception.answer, default),
+                    create_connection=functools.partial(GuardedConnection, sockets=self._sockets),  # type: ignore[arg-type]
                     compression=None,
                     max_size=config.max_message_bytes,
                     max_queue=2,
                     ping_interval=config.ping_interval_s or None,
                     ping_timeout=config.dead_peer_s or None,
                     close_timeout=CLOSE_TIMEOUT_S,
-                    logger=_library_logger(self.log),
+                    logger=library_logger(self.log),
                 )
             except OSError as error:
                 await self._close(servers)
@@ -216,21 +218,28 @@ class OpenPIServer:
             await asyncio.wait_for(self.free(rest, "server stopped"), self.config.grace_s)
         for task in (*closing, *cleaning):
             task.cancel()
+        self._sockets.abort()  # of peers that do not answer the goodbye; the loop would wait for them
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
+            freed = []
             for session, lost in self.table.expired():
                 cause = "idle" if lost else "client did not come back"
                 self.log("info", f"session {session.key!r} ends: {lost or cause}")
-                await self.free([session], cause, lost=lost)
+                freed.append(self.free([session], cause, lost=lost))
+            for one in freed:  # only now: while one waits, the client of another may come back
+                try:
+                    await one
+                except WamError as error:
+                    self.log("error", f"a session that ended was not freed: {error}")
 
     # -- connections --------------------------------------------------------------------------------------------------
 
     async def _handle(self, default: Dialect, socket_: ServerConnection) -> None:
         _keep_tcp_alive(socket_)
         assert socket_.request is not None
-        dialect, keep_open = self._route(default, socket_.request.path)
+        dialect, keep_open = self.reception.route(default, socket_.request.path)
         connection = Connection(self, socket_, dialect, keep_open=keep_open or self.config.errors == "keep_open")
         self.connections.add(connection)
         try:
@@ -238,106 +247,35 @@ class OpenPIServer:
         finally:
             self.connections.discard(connection)
 
-    def _route(self, default: Dialect, target: str) -> tuple[Dialect, bool]:
-        """Dialect and ``errors=keep_open`` of a request target.
-
-        Raises:
-            ConfigError: no such path or dialect.
-        """
-        parts = _split(target)
-        query = {k: v[-1] for k, v in parse_qs(parts.query).items()}
-        path = parts.path.rstrip("/") or "/"
-        if (asked := query.get("dialect")) is not None:
-            dialect = get_dialect(asked)
-        elif path in self.config.paths:
-            dialect = get_dialect(self.config.paths[path])
-        elif path == "/":
-            dialect = default
-        elif path[1:].replace("-", "_") in DIALECTS:
-            dialect = get_dialect(path[1:])
-        else:
-            raise ConfigError(
-                "no such path", got=path[:80], expected=["/", *self.config.paths, *(f"/{n}" for n in sorted(DIALECTS))]
-            )
-        return dialect, query.get("errors") == "keep_open"
-
-    def _upgrade(self, default: Dialect, socket_: ServerConnection, request: Request) -> Response | None:
-        path = request.path.partition("?")[0]
-        if path == "/healthz":
-            return _http(200, "OK\n")
-        if path == "/readyz":
-            trouble = self.trouble()
-            return _http(200, "ready\n") if trouble is None else _http(503, f"not ready: {trouble}\n")
-        if path == "/metrics":
-            return _http(200, self.metrics.text(), CONTENT_TYPE)
-        if not self._authorized(request.headers.get_all("Authorization")):
-            return self._turn_away(socket_, 401, "unauthorized", "an API key is needed: Authorization: Api-Key <key>")
-        if path == "/info":
-            return _http(200, json.dumps(self.info(), indent=1) + "\n", "application/json")
-        if not any(value.lower() == "websocket" for value in request.headers.get_all("Upgrade")):
-            return None  # the library answers 426
-        if self._stopping or self.owner.status.phase in (Phase.FAILED, Phase.STOPPED):
-            return self._turn_away(socket_, 503, "not ready", str(self.trouble()))
-        if len(self.connections) >= self.config.max_connections:
-            return self._turn_away(socket_, 503, "full", f"{self.config.max_connections} connections are open")
-        try:
-            dialect, _ = self._route(default, request.path)
-            if (spec := self.owner.status.spec) is not None:
-                check_fit(dialect, spec)
-        except ConfigError as error:
-            return self._turn_away(socket_, 404, "dialect", str(error))
-        return None
-
-    def _authorized(self, given: list[str]) -> bool:
-        if not self.config.api_key:
-            return True
-        scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
-        right = hmac.compare_digest(key.strip().encode(), self.config.api_key.encode())
-        return right and scheme.lower() in ("api-key", "bearer")
-
-    def _turn_away(self, socket_: ServerConnection, status: int, reason: str, text: str) -> Response:
-        self.metrics.handshakes.labels(reason).inc()
-        self.log("warning", f"refused the connection of {socket_.remote_address}: {status} {text}")
-        return _http(status, f"{text}\n")
-
-    def info(self) -> dict[str, Any]:
-        """The contract and the state, for people and for dialects that have no room for it."""
-        spec, status = self.owner.status.spec, self.owner.status
-        return {
-            "phase": status.phase.value,
-            "message": status.message,
-            "progress": status.fraction,
-            "ready": self.trouble() is None,
-            "dialects": {"/": self.config.dialect, **self.config.paths, **{f"/{n}": n for n in DIALECTS}},
-            "sessions": len(self.table),
-            "contract": None if spec is None else contract(spec, self.config.announced_limits()),
-        }
-
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    async def free(self, sessions: list[ServedSession], cause: str, *, lost: str | None = None) -> None:
-        """End sessions and return when the policy has given up their memory."""
+    def free(self, sessions: list[ServedSession], cause: str, *, lost: str | None = None) -> Awaitable[None]:
+        """End sessions, at once. Awaiting what is returned lasts until the policy has given up their memory."""
         for session in sessions:
             self.table.remove(session, lost)
             self.metrics.freed.labels(cause).inc()
         held = [session for session in sessions if session.handle is not None]
-        if not held:
-            return
 
         def close(policy: Policy, cancelled: object) -> None:
-            for session in held:
-                handle, session.handle = session.handle, None
-                policy.close(handle)
+            with contextlib.ExitStack() as stack:  # every one, whatever becomes of the others
+                for session in held:
+                    stack.callback(policy.close, session.handle)
+                    session.handle = None
 
-        self.table.freeing += len(held)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            ticket = self.owner.submit(close, lane=("free", cause), upkeep=True)
-            await asyncio.shield(asyncio.wrap_future(ticket.future))
+            if held:
+                done = asyncio.wrap_future(self.owner.submit(close, lane=("free", cause), upkeep=True).future)
         except NotReady:
             for session in held:  # the policy is gone, and its memory with it
                 session.handle = None
-        finally:
-            self.table.freeing -= len(held)
+            held = []
+        if not held:
+            done.set_result(None)
+            return done
+        self.table.freeing += len(held)
+        done.add_done_callback(lambda _: self.table.made_room(len(held)))
+        return asyncio.shield(done)
 
     async def reclaim(self) -> bool:
         """Make room by ending what a client left behind. False when there is nothing of that kind."""
@@ -348,20 +286,6 @@ class OpenPIServer:
         self.log("info", f"session {session.key!r} ends: {reason}")
         await self.free([session], "left behind", lost=reason)
         return True
-
-
-def _split(target: str) -> SplitResult:
-    try:
-        return urlsplit(target)
-    except ValueError as error:
-        raise ConfigError("the path is malformed", got=repr(target)[:80]) from error
-
-
-def _http(status: int, body: str | bytes, content_type: str = "text/plain; charset=utf-8") -> Response:
-    raw = body.encode() if isinstance(body, str) else body
-    reasons = {200: "OK", 401: "Unauthorized", 404: "Not Found", 503: "Service Unavailable"}
-    headers = Headers([("Content-Type", content_type), ("Content-Length", str(len(raw))), ("Connection", "close")])
-    return Response(status, reasons[status], headers, raw)
 
 
 def _keep_tcp_alive(socket_: ServerConnection) -> None:
@@ -381,24 +305,3 @@ async def _first_of(*coroutines: Any) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
-
-
-class _OneLine(logging.Handler):
-    """The library's own messages: broken handshakes and the like. One line each; tracebacks help nobody there."""
-
-    def __init__(self, log: Log) -> None:
-        super().__init__(logging.WARNING)
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        cause = record.exc_info[1] if record.exc_info else None
-        while cause is not None and cause.__cause__ is not None:
-            cause = cause.__cause__
-        text = record.getMessage() + (f": {type(cause).__name__}: {cause}" if cause is not None else "")
-        self._log("warning", f"websocket: {text.splitlines()[0][:300]}")
-
-
-def _library_logger(log: Log) -> logging.Logger:
-    logger = logging.Logger("wam_policy_ros.websockets", logging.WARNING)
-    logger.addHandler(_OneLine(log))
-    return logger

@@ -122,6 +122,10 @@ class SessionTable:
             remedy="reset or disconnect what is no longer needed, try again later, or raise max_sessions",
         )
 
+    def made_room(self, count: int) -> None:
+        """The memory of that many removed sessions is free."""
+        self.freeing -= count
+
     def reclaimable(self) -> ServedSession | None:
         """A session that its client has evidently left behind: on a connection that goes from one id to the next
         without a reset (one episode after the other), not the newest, and of more than one step."""

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import queue
 import signal
 import sys
 import threading
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="pictures that have not the announced size")  # fmt: skip
     where.add_argument("--single-exterior", choices=["refuse", "dropped_view"], default="refuse",
                        help="clients with one exterior camera")  # fmt: skip
+    where.add_argument("--blind-positions", choices=["refuse", "send"], default="refuse",
+                       help="joint positions for clients of dialect openpi that may execute velocities")  # fmt: skip
     where.add_argument("--instruction", default="", help="for requests without a prompt")
     where.add_argument("--api-key-file", type=Path, help="clients must send this file's content")
     where.add_argument("--max-sessions", type=int, default=64)
@@ -114,6 +117,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         "ports": ports,
         "resize": args.resize,
         "single_exterior": args.single_exterior,
+        "blind_positions": args.blind_positions,
         "instruction": args.instruction,
         "max_sessions": args.max_sessions,
         "api_key": key,
@@ -169,13 +173,15 @@ def say(level: str, line: str) -> None:
 
 def serve(args: argparse.Namespace, config: ServerConfig) -> int:
     """Until SIGINT or SIGTERM, or until the policy cannot be loaded."""
-    woken, signals = threading.Event(), []
+    # An Event's lock may be held by the very thread the handler interrupts; this queue is made for handlers.
+    woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+    signals: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
         signals.append(number)
         if len(signals) > 1:
             os._exit(130)
-        woken.set()
+        woken.put(None)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     owner = PolicyThread(policy_factory(args), log=say, warm_up=not args.no_warm_up)
@@ -184,14 +190,14 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
     def changed() -> None:
         progress.update(owner.status)
         if owner.status.phase is Phase.FAILED:
-            woken.set()
+            woken.put(None)
 
     owner.subscribe(changed)
     server = OpenPIServer(config, owner, log=say)
     try:
         server.start()
         owner.start()
-        woken.wait()
+        woken.get()
         failed = owner.status.phase is Phase.FAILED
         say("info", "stopping" if signals else "the policy cannot be loaded; ending")
         ended = [server.stop(SERVER_GRACE_S), owner.stop(OWNER_GRACE_S)]

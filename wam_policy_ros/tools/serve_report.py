@@ -161,6 +161,11 @@ def _dialects(config: ServerConfig, spec: PolicySpec, report: dict[str, Any]) ->
         strict = config.wire.resize == "refuse" or config.wire.single_exterior == "refuse"
         if dialect.sends and strict:
             report["warnings"].append(f"clients of {dialect.name} send {dialect.sends}")
+        if dialect.blind and config.blind_positions == "refuse" and spec.action_space == "joint_position":
+            report["warnings"].append(
+                f"clients of {dialect.name} with one exterior camera are refused without --blind-positions send: some "
+                "execute what they get as velocities"
+            )
     return out
 
 

@@ -1,0 +1,112 @@
+"""One step of a session: the job for the policy's thread, and what its client is told about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from wam_policy_ros.contract.errors import ObservationError
+from wam_policy_ros.contract.interface import ActionChunk, Policy, PolicySpec
+from wam_policy_ros.contract.policy_thread import AskCancelled, Ticket
+
+from .config import ServerConfig
+from .dialects import Dialect, reply
+from .sessions import ServedSession
+from .wire import InferRequest
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a step gives: the message to send, timings aside, and how long the policy took."""
+
+    chunk: ActionChunk
+    message: Any
+    infer_s: float
+
+
+def check_meaning(dialect: Dialect, spec: PolicySpec, request: InferRequest, config: ServerConfig) -> None:
+    """Refuse joint positions to whoever asks as clients do that execute velocities and read no metadata.
+
+    OpenPI's own DROID loop and inspect-robots-franka send one exterior camera and integrate what they get. A client
+    with the views this policy was trained with was written for it.
+
+    Raises:
+        ObservationError: the operator has to say that these clients execute positions.
+    """
+    if not dialect.blind or "" not in request.cameras or spec.action_space != "joint_position":
+        return
+    if config.blind_positions == "refuse":
+        raise ObservationError(
+            "one exterior camera is what clients send that execute joint velocities, without reading that this policy "
+            "gives joint positions",
+            field="observation",
+            got=f"dialect {dialect.name}, cameras {[c for c in request.cameras if c]}",
+            remedy="choose the dialect of a client that executes positions (sim_evals, polaris, ...), or start the "
+            "server with blind_positions: send when this client does",
+        )
+
+
+def check_continuity(session: ServedSession, request: InferRequest) -> None:
+    """Raises ObservationError when an episode changes its cameras or its seed."""
+    if session.cameras is not None and session.cameras != request.cameras:
+        raise ObservationError(
+            "the cameras are not those of the session's first request",
+            field=next(iter(set(session.cameras) - set(request.cameras) - {""}), "observation"),
+            got=[c for c in request.cameras if c],
+            expected=[c for c in session.cameras if c],
+            remedy="an episode keeps its cameras; send reset before changing them",
+        )
+    if session.steps and request.seed is not None and request.seed != session.seed:
+        raise ObservationError(
+            "the seed is not that of the session",
+            field="seed",
+            got=request.seed,
+            expected=session.seed,
+            remedy="give the seed with the first request, or reset",
+        )
+
+
+def job(dialect: Dialect, session: ServedSession, request: InferRequest) -> Callable[[Policy, AskCancelled], Answered]:
+    """For the policy's thread. The session gets its handle there, and only when the first step has succeeded."""
+
+    def work(policy: Policy, cancelled: AskCancelled) -> Answered:
+        start_s = time.monotonic()
+        handle = session.handle
+        if handle is None:
+            handle = policy.open(None if session.private else session.key, seed=request.seed)
+        try:
+            chunk = policy.infer(handle, request.observation, cancelled=cancelled)
+            # Here, so that rows that may not be sent count as a failure of the policy.
+            message = reply(dialect, chunk.actions, policy.spec)
+        except BaseException:
+            if session.handle is None:
+                policy.close(handle)
+            raise
+        if session.handle is None:
+            session.handle, session.seed = handle, request.seed
+        return Answered(chunk, message, time.monotonic() - start_s)
+
+    return work
+
+
+def with_timings(
+    answered: Answered, ticket: Ticket[Any], *, seq: int, session_step: int, previous_total_ms: float | None
+) -> dict[str, Any]:
+    """The reply map with its timings: numbers only, in the order that clients read them (OpenPI spec 0.12, 1.6)."""
+    chunk = answered.chunk
+    assert ticket.started_s is not None
+    server_timing = {"infer_ms": answered.infer_s * 1e3}
+    if previous_total_ms is not None:
+        server_timing["prev_total_ms"] = previous_total_ms
+    server_timing |= {
+        "queue_ms": (ticket.started_s - ticket.submitted_s) * 1e3,
+        "seq": float(seq),
+        "session_step": float(session_step),
+        "history_reset": float(chunk.reset is not None),
+    }
+    stages = {f"{name}_ms": seconds * 1e3 for name, seconds in chunk.timings_s.items() if name != "total"}
+    total_s = chunk.timings_s.get("total", answered.infer_s)
+    policy_timing = {"infer_ms": total_s * 1e3} | stages
+    return dict(answered.message) | {"policy_timing": policy_timing, "server_timing": server_timing}
