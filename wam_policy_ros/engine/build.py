@@ -162,7 +162,8 @@ def _random_policy(
         assert found is not None
         tokens = found
     else:
-        tokens = ByteTokenizer(network_config.dit.text_len, truncate=preset == "14b")
+        # The 14b network stands for the published one in benchmarks, so its texts are as long as that one's.
+        tokens = ByteTokenizer(network_config.dit.text_len, bytes_per_token=4 if preset == "14b" else 1)
     statistics = Statistics.from_metadata(synthetic_metadata(robot), robot.tag, state=robot.state, action=robot.action)
     progress("network ready", 1.0)
     policy = DreamZeroPolicy(

@@ -11,6 +11,7 @@ from wam_policy_ros.model.dit import Block
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import EngineConfig
+from .conv_plan import fixed_plan
 from .fast_attention import Attention, CudnnFp8Attention, Fp8Scales, PlainFp8Attention, TorchAttention
 from .fast_dit import FastDiT, TimeTable
 from .fast_vae import FastVAE
@@ -59,7 +60,7 @@ def make_path(
         network,
         config,
         dit,
-        FastVAE(network.vae),
+        FastVAE(network.vae, plan=fixed_plan()),
         text=StreamedTextEncoder(network.text_encoder, device) if config.text == "streamed" else None,
         latent_hw=(picture_hw[0] // factor, picture_hw[1] // factor),
         kv_dtype=attention.kv_dtype or network.dtype,
