@@ -43,7 +43,7 @@ def launches(name: str, machine: Machine) -> Iterator[tuple[str, Launch]]:
     """Every kernel in every combination of dtypes that the engine uses."""
     hip = machine.backend == "hip"
     fp8 = fp8_for_architecture(machine.backend, str(machine.arch) if hip else divmod(int(machine.arch), 10))
-    x, groups = _empty(M, D), _empty(2, D, dtype=F32)
+    x, groups = _empty(M, D), _empty(2, D)
     sizes = {"eps": EPS, "tokens": L, "video_tokens": VIDEO, "limit": fp8.max}
     modulation = {"shift": groups, "scale": groups, "weight": None, "bias": None}
     affine = {"shift": None, "scale": None, "weight": _empty(D), "bias": _empty(D)}

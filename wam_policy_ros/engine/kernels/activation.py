@@ -40,12 +40,16 @@ def rows_kernel(
         if GELU:
             value = gelu_tanh(value)
         if out_scale_ptr is None:
-            store_chunk(out_ptr + row, value, i, CHUNK, WIDTH)
+            value = value.to(out_ptr.dtype.element_ty)
         else:
             # Past the row everything is zero: raw and bias are loaded as zero, and GELU of zero is zero.
             largest = tl.maximum(largest, tl.abs(value))
-            kept = kept + (value,)
-    if out_scale_ptr is not None:
+        kept = kept + (value,)
+    # Stores last: no load of a bias waits behind one.
+    if out_scale_ptr is None:
+        for i in tl.static_range(COUNT):
+            store_chunk(out_ptr + row, kept[i], i, CHUNK, WIDTH)
+    else:
         peak = tl.maximum(tl.max(largest), 1e-12)
         tl.store(out_scale_ptr + index, peak / limit)
         inverse = limit / peak

@@ -8,12 +8,26 @@ import triton.language as tl
 
 @triton.jit
 def load_chunk(pointer, i: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Chunk ``i`` of a row of ``WIDTH`` elements, in its own dtype; zero past the end."""
+    """Chunk ``i`` of a row that is read once, in its own dtype; zero past the end.
+
+    It goes past the first level cache, which is left to what every row needs.
+    """
     offsets = i * CHUNK + tl.arange(0, CHUNK)
     if (i + 1) * CHUNK <= WIDTH:
-        chunk = tl.load(pointer + offsets)
+        chunk = tl.load(pointer + offsets, cache_modifier=".cg")
     else:
-        chunk = tl.load(pointer + offsets, mask=offsets < WIDTH, other=0.0)
+        chunk = tl.load(pointer + offsets, mask=offsets < WIDTH, other=0.0, cache_modifier=".cg")
+    return chunk
+
+
+@triton.jit
+def load_shared_chunk(pointer, i: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """The same of a row that all programs read: a bias, a modulation. It is to stay in the first level cache."""
+    offsets = i * CHUNK + tl.arange(0, CHUNK)
+    if (i + 1) * CHUNK <= WIDTH:
+        chunk = tl.load(pointer + offsets, eviction_policy="evict_last")
+    else:
+        chunk = tl.load(pointer + offsets, mask=offsets < WIDTH, other=0.0, eviction_policy="evict_last")
     return chunk
 
 
@@ -56,9 +70,9 @@ def finished(
         if COL_STRIDE == 0:
             out = out * tl.load(col_ptr)
         else:
-            out = out * load_chunk(col_ptr, i, CHUNK, WIDTH)
+            out = out * load_shared_chunk(col_ptr, i, CHUNK, WIDTH)
     if bias_ptr is not None:
-        out = out + load_chunk(bias_ptr, i, CHUNK, WIDTH).to(tl.float32)
+        out = out + load_shared_chunk(bias_ptr, i, CHUNK, WIDTH).to(tl.float32)
     return out
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wam_policy_ros.engine.fp8 import Fp8
 
-from .common import clear_past_end, finished, load_chunk, row_factor, store_chunk
+from .common import clear_past_end, finished, load_chunk, load_shared_chunk, row_factor, store_chunk
 from .launch import VECTOR, Launch, Machine, chunking, machine_for
 from .tensors import Product, Quantized, product_arguments, quantized_like
 
@@ -24,7 +24,8 @@ def residual_norm_kernel(
     index = tl.program_id(0)
     row = index.to(tl.int64) * WIDTH
     group = (index % tokens >= video_tokens).to(tl.int32)
-    # All loads before the first store: the compiler may not move a load over a store that might touch its address.
+    # Loads in a row, then stores in a row: the compiler may not move a load over a store that might touch its address,
+    # so that between stores each would be waited for on its own.
     xs = ()
     raws = ()
     for i in tl.static_range(COUNT):
@@ -40,12 +41,13 @@ def residual_norm_kernel(
         if raw_ptr is not None:
             y = finished(raws[i], factor, col_ptr, product_bias_ptr, i, COL_STRIDE, CHUNK, WIDTH)
             if gate_ptr is not None:
-                y = y * load_chunk(gate_ptr + group * gate_stride, i, CHUNK, WIDTH).to(tl.float32)
-            kept = (x + y).to(x_ptr.dtype.element_ty)
-            store_chunk(x_ptr + row, kept, i, CHUNK, WIDTH)
-            x = kept.to(tl.float32)
+                y = y * load_shared_chunk(gate_ptr + group * gate_stride, i, CHUNK, WIDTH).to(tl.float32)
+            x = (x + y).to(x_ptr.dtype.element_ty).to(tl.float32)
         total += x
         stream = stream + (x,)
+    if raw_ptr is not None:
+        for i in tl.static_range(COUNT):
+            store_chunk(x_ptr + row, stream[i], i, CHUNK, WIDTH)
     mean = tl.sum(total) / WIDTH
     squares = tl.zeros([CHUNK], tl.float32)
     for i in tl.static_range(COUNT):
@@ -57,20 +59,23 @@ def residual_norm_kernel(
     for i in tl.static_range(COUNT):
         h = (stream[i] - mean) * rstd
         if weight_ptr is not None:
-            h = h * load_chunk(weight_ptr, i, CHUNK, WIDTH).to(tl.float32)
+            h = h * load_shared_chunk(weight_ptr, i, CHUNK, WIDTH).to(tl.float32)
         if scale_ptr is not None:
-            h = h * (1.0 + load_chunk(scale_ptr + group * scale_stride, i, CHUNK, WIDTH).to(tl.float32))
+            h = h * (1.0 + load_shared_chunk(scale_ptr + group * scale_stride, i, CHUNK, WIDTH).to(tl.float32))
         if bias_ptr is not None:
-            h = h + load_chunk(bias_ptr, i, CHUNK, WIDTH).to(tl.float32)
+            h = h + load_shared_chunk(bias_ptr, i, CHUNK, WIDTH).to(tl.float32)
         if shift_ptr is not None:
-            h = h + load_chunk(shift_ptr + group * shift_stride, i, CHUNK, WIDTH).to(tl.float32)
+            h = h + load_shared_chunk(shift_ptr + group * shift_stride, i, CHUNK, WIDTH).to(tl.float32)
         if out_scale_ptr is None:
-            store_chunk(out_ptr + row, h, i, CHUNK, WIDTH)
+            h = h.to(out_ptr.dtype.element_ty)
         else:
             h = clear_past_end(h, i, CHUNK, WIDTH)
             largest = tl.maximum(largest, tl.abs(h))
-            hs = hs + (h,)
-    if out_scale_ptr is not None:
+        hs = hs + (h,)
+    if out_scale_ptr is None:
+        for i in tl.static_range(COUNT):
+            store_chunk(out_ptr + row, hs[i], i, CHUNK, WIDTH)
+    else:
         peak = tl.maximum(tl.max(largest), 1e-12)
         tl.store(out_scale_ptr + index, peak / limit)
         inverse = limit / peak

@@ -16,24 +16,45 @@ _CHUNK = 1024
 
 
 @triton.jit
-def _heads(pointer, factor, col_ptr, bias_ptr, offsets, mask, COL_STRIDE: tl.constexpr):
+def _part(pointer, offsets, mask, EVEN: tl.constexpr, SHARED: tl.constexpr):
+    """Some heads of a row that is read once, or (``SHARED``) that every token needs; zero outside ``mask``."""
+    if SHARED:
+        if EVEN:
+            part = tl.load(pointer + offsets, eviction_policy="evict_last")
+        else:
+            part = tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy="evict_last")
+    elif EVEN:
+        part = tl.load(pointer + offsets, cache_modifier=".cg")
+    else:
+        part = tl.load(pointer + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+    return part.to(tl.float32)
+
+
+@triton.jit
+def _heads(
+    pointer, factor, col_ptr, bias_ptr, offsets, mask, COL_STRIDE: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     """Finished product of some heads, float32 ``[BLOCK_H, BLOCK_D]``; zero outside ``mask``."""
-    out = tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32) * factor
+    out = _part(pointer, offsets, mask, EVEN, False) * factor
     if col_ptr is not None:
         if COL_STRIDE == 0:
             out = out * tl.load(col_ptr)
         else:
-            out = out * tl.load(col_ptr + offsets, mask=mask, other=0.0)
+            out = out * _part(col_ptr, offsets, mask, EVEN, True)
     if bias_ptr is not None:
-        out = out + tl.load(bias_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        out = out + _part(bias_ptr, offsets, mask, EVEN, True)
     return out
 
 
 @triton.jit
-def _put(pointer, offsets, mask, x, scale, limit):
+def _put(pointer, offsets, mask, x, scale, limit, EVEN: tl.constexpr):
     if scale is not None:
         x = saturate(x * scale, limit)
-    tl.store(pointer + offsets, x.to(pointer.dtype.element_ty), mask=mask)
+    x = x.to(pointer.dtype.element_ty)
+    if EVEN:
+        tl.store(pointer + offsets, x)
+    else:
+        tl.store(pointer + offsets, x, mask=mask)
 
 
 @triton.jit
@@ -46,14 +67,20 @@ def _normed_rotated(
     head = tl.arange(0, BLOCK_H)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = column < HEAD_DIM
+    EVEN: tl.constexpr = BLOCK_D == HEAD_DIM and HEADS % BLOCK_H == 0
     squares = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     parts = ()
+    weights = ()
     for first in tl.static_range(0, HEADS, BLOCK_H):
         offsets = (first + head) * HEAD_DIM + column
         mask = inside & (first + head < HEADS)
-        x = _heads(source, factor, col_ptr, bias_ptr, part * WIDTH + offsets, mask, COL_STRIDE)
+        x = _heads(source, factor, col_ptr, bias_ptr, part * WIDTH + offsets, mask, COL_STRIDE, EVEN)
         squares += x * x
         parts = parts + (x,)
+    # Here, not where they are used: a load would wait there for the stores before it.
+    for first in tl.static_range(0, HEADS, BLOCK_H):
+        offsets = (first + head) * HEAD_DIM + column
+        weights = weights + (_part(weight_ptr, offsets, inside & (first + head < HEADS), EVEN, True),)
     rstd = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
     pair = tl.arange(0, BLOCK_D // 2)
     angle = token * (HEAD_DIM // 2) + pair
@@ -62,10 +89,9 @@ def _normed_rotated(
     for i in tl.static_range(0, (HEADS + BLOCK_H - 1) // BLOCK_H):
         offsets = (i * BLOCK_H + head) * HEAD_DIM + column
         mask = inside & (i * BLOCK_H + head < HEADS)
-        weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(parts[i] * rstd * weight, (BLOCK_H, BLOCK_D // 2, 2)))
+        even, odd = tl.split(tl.reshape(parts[i] * rstd * weights[i], (BLOCK_H, BLOCK_D // 2, 2)))
         turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-        _put(target, offsets, mask, tl.reshape(turned, (BLOCK_H, BLOCK_D)), scale, limit)
+        _put(target, offsets, mask, tl.reshape(turned, (BLOCK_H, BLOCK_D)), scale, limit, EVEN)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -98,16 +124,17 @@ def qk_norm_rope_store_kernel(
         target = v_ptr + branch * v_branch + (start + token) * v_token
         head = tl.arange(0, BLOCK_H)[:, None]
         column = tl.arange(0, BLOCK_D)[None, :]
+        EVEN: tl.constexpr = BLOCK_D == HEAD_DIM and HEADS % BLOCK_H == 0
         parts = ()
         for first in tl.static_range(0, HEADS, BLOCK_H):
             offsets = (first + head) * HEAD_DIM + column
             mask = (column < HEAD_DIM) & (first + head < HEADS)
             shifted = 2 * HEADS * HEAD_DIM + offsets
-            parts = parts + (_heads(source, factor, col_ptr, product_bias_ptr, shifted, mask, COL_STRIDE),)
+            parts = parts + (_heads(source, factor, col_ptr, product_bias_ptr, shifted, mask, COL_STRIDE, EVEN),)
         for i in tl.static_range(0, (HEADS + BLOCK_H - 1) // BLOCK_H):
             offsets = (i * BLOCK_H + head) * HEAD_DIM + column
             mask = (column < HEAD_DIM) & (i * BLOCK_H + head < HEADS)
-            _put(target, offsets, mask, parts[i], v_scale, limit)
+            _put(target, offsets, mask, parts[i], v_scale, limit, EVEN)
 
 
 def plan_qk_norm_rope_store(
