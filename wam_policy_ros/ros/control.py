@@ -6,10 +6,8 @@ Knows no rclpy: it is handed its inputs, worker, output and clock, and is called
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -34,12 +32,12 @@ from .clock_watch import ClockWatch
 from .inputs import Inputs
 from .joints import JointMap
 from .limits import given_urdf, resolve_limits
-from .meters import Durations
 from .motion import Motion, Sent
 from .operator import Operator
 from .outputs import TrajectoryOutput
 from .pace import Pace
 from .parameters import NodeParameters
+from .standing import Standing, Substate
 from .streams import Now
 from .worker import InferenceWorker, Phase, Request, Result
 
@@ -51,22 +49,7 @@ FRESH_S = 0.005
 """A frame that has just arrived: no need to wait for the next one."""
 
 
-_COUNTED = (
-    *("chunks", "late", "refused", "clamped", "discarded", "off_schedule", "padded", "sessions", "clock_jumps"),
-    *("stop_and_go", "policy_lost", "executor_stalls", "controller_rejections"),
-)
-
-
-class Substate(str, Enum):
-    """What an active node does. ``holding``: it stopped and says why; ``waiting``: not started yet, and says why."""
-
-    INACTIVE = "inactive"
-    WAITING = "waiting"
-    HOLDING = "holding"
-    RUNNING = "running"
-
-
-class ControlLoop:
+class ControlLoop(Standing):
     """One robot, one policy, one session at a time. All methods are called on the executor's thread.
 
     Args:
@@ -102,22 +85,14 @@ class ControlLoop:
         self._prompt_topic, self._reset_service = prompt_topic, reset_service
         self._params, self._joints, self._inputs = params, joints, inputs
         self._worker, self._output, self._clock = worker, output, clock
-        self._simulated, self._changed, self._log = simulated, changed, log
+        super().__init__(params.instruction.strip(), changed, log)
+        self._simulated = simulated
         self._watch = ClockWatch(simulated=simulated)
         self._spec: PolicySpec | None = None
         self.description: tuple[str, str] | None = None
         self._loose: list[str] = []
         self.operator = Operator(start_service)
         self.motion, self.pace = Motion(params, joints, output), Pace(params)
-        self.substate, self.reason, self.fault = Substate.INACTIVE, "", ""
-        self.prompt = params.instruction.strip()
-        self.session_id = ""
-        self.step = 0
-        self.latency_s: float | None = None
-        self.timings_s: dict[str, float] = {}
-        self.counters: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
-        self.durations = Durations()
         self._generation = 0
         self._session_start_ns = 0
         self._due_ns = 0
@@ -128,11 +103,6 @@ class ControlLoop:
         self._refused_prompt: str | None = None
         self._late_in_a_row = self._refused_in_a_row = self._rejected_in_a_row = 0
         self._ticked_ns = 0  # steady time of the last tick; 0: none since the activation
-        self._said: tuple[Substate, str] = (Substate.INACTIVE, "")
-
-    @property
-    def active(self) -> bool:
-        return self.substate is not Substate.INACTIVE
 
     def prepare(self, spec: PolicySpec) -> JointLimits:
         """May a robot be run with this policy? Changes nothing but the expected latency.
@@ -220,10 +190,6 @@ class ControlLoop:
             self._new_session()
             self._say(Substate.HOLDING, f"the controller rejected a trajectory: {what}")
 
-    def warn(self, line: str) -> None:
-        """To the node's log."""
-        self._log("warn", line)
-
     @property
     def ticked_ns(self) -> int:
         """Steady time of the last tick while the robot is run by the policy; 0 otherwise."""
@@ -265,7 +231,7 @@ class ControlLoop:
         self.pace.tick(now.ros_ns, self._output.plan.end_ns if runs and self._output.plan else None)
         stalled_s = (now.steady_ns - self._ticked_ns) * 1e-9 if self._ticked_ns else 0.0
         self._ticked_ns = now.steady_ns
-        if 0.0 < self._params.safety_executor_stall_s < stalled_s:
+        if self.substate is Substate.RUNNING and 0.0 < self._params.safety_executor_stall_s < stalled_s:
             self.counters["executor_stalls"] += 1
             self._new_session()
             self._say(Substate.HOLDING, f"the node's callbacks stood still for {stalled_s:.2f} s", "stood still")
@@ -549,38 +515,14 @@ class ControlLoop:
             return
         self.motion.hold(now_ns)
 
-    def _say(self, substate: Substate, reason: str, key: str | None = None, *, log: bool = True) -> None:
-        """Set substate and reason. ``key`` is the part of the reason that does not change from tick to tick; without
-        ``log`` only ``~/state`` tells it."""
-        self.substate, self.reason = substate, reason
-        said = (substate, key if key is not None else reason)
-        if said == self._said:
-            return
-        self._said = said
-        if log and substate in (Substate.HOLDING, Substate.WAITING) and not self.fault:
-            self._log("warn" if substate is Substate.HOLDING else "info", f"{substate.value}: {reason}")
-        self._changed()
-
     def summary(self) -> dict[str, Any]:
         """The loop's part of ``~/state``; JSON-serialisable."""
-        return {
-            "substate": self.substate.value,
-            "reason": self.reason,
-            "fault": self.fault,
-            "session": self.session_id,
-            "step": self.step,
-            "prompt": self.prompt,
-            "latency_s": self.latency_s,
-            "expected_latency_s": self.pace.mean_s,
-            "stall_share": self.pace.stall_share,
-            "refusals": dict(self.refusals),
-            "timings_s": self.timings_s,
-            "durations_s": self.durations.summary(),
-            "counters": {
-                **{k: self.counters[k] for k in _COUNTED},
-                "holds": self._output.holds,
-                "superseded": self._worker.superseded,
-                "pictures_skipped": self._worker.after_step_skipped,
-                "streams": self._inputs.counters(),
-            },
+        out = super().summary()
+        out["expected_latency_s"], out["stall_share"] = self.pace.mean_s, self.pace.stall_share
+        out["counters"] |= {
+            "holds": self._output.holds,
+            "superseded": self._worker.superseded,
+            "pictures_skipped": self._worker.after_step_skipped,
+            "streams": self._inputs.counters(),
         }
+        return out
