@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import socket
 import struct
@@ -10,9 +11,11 @@ import time
 
 import pytest
 
+from wam_policy_ros.contract.errors import WamError
 from wam_policy_ros.serving import guard
 from wam_policy_ros.serving.codec import pack
 from wam_policy_ros.serving.log import LINES, WINDOW_S, ServerLog
+from wam_policy_ros.serving.wire import InferRequest
 
 from .harness import Client, Served, request, served, wait_for
 
@@ -181,6 +184,29 @@ def test_frames_that_are_none_close_the_connection(data: bytes, code: int) -> No
         end_of(peer)
         assert len(client.ask(request(0))) == 24
         peer.close()
+
+
+def test_what_was_refused_is_gone_at_once() -> None:
+    """Not when the collector comes by: a refused message has tens of megabytes."""
+    with served(errors="keep_open") as one, Client(one) as client:
+        client.ask(request(0))
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for bad in (pack(request(1)) + b"\0" * 1000, pack(request(1, prompt=[])), pack(request(1))[:-5], b"\xc1"):
+                assert "Error" in client.ask(bad)
+            one.policy.error = RuntimeError("broken")
+            assert "EngineError" in client.ask(request(2))
+            one.policy.error = None
+            client.ask(request(3))
+            gc.collect()
+            kept = [o for o in gc.garbage if isinstance(o, WamError | InferRequest)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert not kept
 
 
 def test_a_clients_text_writes_no_lines_of_its_own_and_not_too_many() -> None:

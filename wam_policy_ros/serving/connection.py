@@ -25,6 +25,7 @@ from wam_policy_ros.contract.errors import (
     SessionError,
     Superseded,
     WamError,
+    bare,
 )
 from wam_policy_ros.contract.policy_thread import Phase, Ticket
 
@@ -194,7 +195,7 @@ class Connection:
         try:
             return reader.read(frame, self._codec)
         except WamError as error:
-            return error.with_traceback(None)
+            return bare(error)
         except Exception as error:  # a bug in the checks must not end the server
             self._server.log("error", f"{self._peer}: reading a request raised {type(error).__name__}: {error}")
             return ObservationError("the request cannot be read", field="message")
@@ -237,12 +238,12 @@ class Connection:
         endpoint = "reset" if isinstance(content, ResetRequest) else "infer"
         outcome, alive = "ok", True
         try:
-            if isinstance(content, WamError):
-                raise content
-            if isinstance(content, ResetRequest):
+            if isinstance(content, InferRequest):
+                await self._infer(item, content)
+            elif isinstance(content, ResetRequest):
                 await self._reset(content)
             else:
-                await self._infer(item, content)
+                raise content
         except (ConnectionClosed, OSError):
             raise
         except Exception as error:
@@ -251,6 +252,8 @@ class Connection:
                 error = EngineError("the server failed to answer", got=type(error).__name__)
             outcome = type(error).__name__
             alive = not self._ended and await self._refuse(error)
+            # Its frames hold the request, and through the request's ticket the error itself: megabytes in a cycle.
+            error.with_traceback(None)
         self._server.metrics.requests.labels(self._dialect.name, endpoint, outcome).inc()
         self._previous_total_ms = (time.monotonic() - item.received_s) * 1e3
         return alive

@@ -23,6 +23,9 @@ SingleExterior = Literal["refuse", "dropped_view"]
 
 PREFIX = "observation/"
 EXTERIOR = "exterior_image_"
+MAX_STATE = 1e6
+"""No joint, gripper or position is beyond this in SI units; far beyond it the network's arithmetic overflows."""
+SCALARS = frozenset({"endpoint", "session_id", "session_ids", "prompt", "seed", "deadline_ms", "newest_wins"})
 LAYOUT = "uint8 RGB [H, W, 3] or [T, H, W, 3] (HWC: height, width, 3 channels last)"
 
 
@@ -282,8 +285,10 @@ class RequestReader:
                 f"{key}: wrong shape", field=key, got=f"{array.dtype} {list(array.shape)}", expected=f"[{field.dim}]"
             )
         numbers = array.astype(np.float64)
-        if not np.isfinite(numbers).all():
-            raise InvalidState(f"{key}: not finite", field=key, got=[float(n) for n in numbers], expected=wanted)
+        if not (np.abs(numbers) <= MAX_STATE).all():  # false for what is not a number, too
+            what = "far beyond any robot" if np.isfinite(numbers).all() else "not finite"
+            expected = f"{wanted}, at most {MAX_STATE:g}"
+            raise InvalidState(f"{key}: {what}", field=key, got=[float(n) for n in numbers], expected=expected)
         return numbers
 
     def _prompt(self, value: Any) -> str:
@@ -327,7 +332,8 @@ def _flat(request: Mapping[Any, Any], prefix: str = "", depth: int = 4) -> dict[
         if not isinstance(key, str):
             raise ObservationError("keys must be text", field=repr(key)[:40], got=type(key).__name__, expected="str")
         name = f"{prefix}{key}"
-        items = _flat(value, f"{name}/", depth - 1) if isinstance(value, dict) and depth else {name: value}
+        nested = isinstance(value, dict) and depth and name not in SCALARS
+        items = _flat(value, f"{name}/", depth - 1) if nested else {name: value}
         for inner, one in items.items():
             if inner in out:
                 raise ObservationError("a key is there twice, nested and flat", field=inner)
