@@ -15,7 +15,7 @@ from wam_policy_ros.contract.plan import Plan
 from wam_policy_ros.ros.checks import check_steps
 from wam_policy_ros.ros.clock_watch import ClockWatch
 from wam_policy_ros.ros.control import ControlLoop, Substate
-from wam_policy_ros.ros.inputs import Inputs
+from wam_policy_ros.ros.inputs import Foreseen, Inputs
 from wam_policy_ros.ros.joints import JointMap
 from wam_policy_ros.ros.messages import Trajectory, ns_to_stamp, rgb_to_image, trajectory_to_msg
 from wam_policy_ros.ros.outputs import TrajectoryOutput
@@ -49,6 +49,7 @@ class Worker:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.generations: list[int] = []
+        self.foreseen: list[Foreseen] = []
         self.result: Result | None = None
 
     def new_generation(self, generation: int) -> None:
@@ -56,6 +57,10 @@ class Worker:
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)
+
+    def foresee(self, generation: int, foreseen: Foreseen) -> None:
+        assert generation == self.generations[-1]
+        self.foreseen.append(foreseen)
 
     def take_result(self) -> Result | None:
         result, self.result = self.result, None

@@ -229,6 +229,23 @@ class PolicySession(Protocol):
 
 
 @runtime_checkable
+class EncodesAhead(Protocol):
+    """A policy that can work on frames before the call that looks at them. It gives the same chunk, sooner."""
+
+    def observe(self, session: Any, slot: int, frames: Mapping[str, npt.NDArray[np.uint8]]) -> bool:
+        """Say which frame the next call will probably look at.
+
+        Args:
+            slot: place of the frame in ``PolicySpec.frame_offsets``; 0 begins anew, then in order.
+            frames: camera name -> uint8 ``[H, W, 3]`` of the raw size.
+
+        Returns:
+            False when nothing was done with it.
+        """
+        ...
+
+
+@runtime_checkable
 class Policy(Protocol):
     """The whole protocol. Not thread-safe: one thread owns a policy and calls it."""
 

@@ -45,6 +45,10 @@ MAX_LATE_IN_A_ROW = 2
 RETRY_S = 1.0
 """How often a policy that went away is asked again."""
 
+FORESIGHT_S = 0.045
+"""The worker is told of a request's older frames so long before it is due, or a set of frames before, if that is
+longer: what it does with them takes 30 ms."""
+
 FRESH_S = 0.005
 """A frame that has just arrived: no need to wait for the next one."""
 
@@ -96,6 +100,7 @@ class ControlLoop(Standing):
         self._generation = 0
         self._session_start_ns = 0
         self._due_ns = 0
+        self._foreseen_ns = 0  # the due time whose request the worker was told of
         self._asked_ns = 0  # stamp of the newest observation the policy was asked about in this session
         self._reference_ns = 0  # the newest moment that every camera had reached at the last image; 0: images not told
         self._in_flight: Request | None = None
@@ -275,6 +280,8 @@ class ControlLoop(Standing):
         completes = reference_ns not in (None, self._reference_ns)
         self._reference_ns = reference_ns or self._reference_ns
         now = self._clock()
+        if completes and reference_ns is not None:
+            self._foresee(now, reference_ns)
         if (
             self.fault
             or self.operator.reason
@@ -291,6 +298,21 @@ class ControlLoop(Standing):
         except ObservationError:
             return  # the next tick deals with it
         self._ask(now)
+
+    def _foresee(self, now: Now, reference_ns: int) -> None:
+        """Shortly before a request is due, tell the worker which older frames it will look at."""
+        left_ns = self._due_ns - now.ros_ns
+        if left_ns <= 0 or self._foreseen_ns == self._due_ns or self.substate is not Substate.RUNNING:
+            return
+        period_ns = self._inputs.period_ns()
+        if period_ns is None or left_ns > max(FORESIGHT_S * 1e9, 1.1 * period_ns):
+            return
+        self._foreseen_ns = self._due_ns
+        # The request leaves with the first set of frames that comes when it is due.
+        sets = -(-left_ns // period_ns)
+        foreseen = self._inputs.foresee(reference_ns + sets * period_ns, self._session_start_ns)
+        if foreseen is not None and self._in_flight is None:
+            self._worker.foresee(self._generation, foreseen)
 
     def _frame_comes(self, now: Now) -> bool:
         """Is it better to wait for the next frame than to ask with one that is getting old?"""

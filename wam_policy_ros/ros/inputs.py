@@ -121,6 +121,26 @@ class PendingObservation:
         newest.picture(lambda _: fit(rgb, camera.height, camera.width, self.resize))
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """Frames that a call in the near future will look at, but its newest ones, which have not come yet.
+
+    Attributes:
+        frames: camera -> one frame per offset of the policy but the last.
+        makers: camera -> how its messages become pictures.
+    """
+
+    frames: Mapping[str, tuple[Frame, ...]]
+    makers: Mapping[str, Make]
+
+    def __len__(self) -> int:
+        return min(len(frames) for frames in self.frames.values())
+
+    def views(self, slot: int) -> dict[str, npt.NDArray[np.uint8]]:
+        """Pictures of one offset. Raises InvalidImage when a message cannot be decoded."""
+        return {name: frames[slot].picture(self.makers[name]) for name, frames in self.frames.items()}
+
+
 def picture_maker(camera: CameraSpec, topic: str, rules: ImageRules, resize: str) -> Make:
     """From a message to the picture in the camera's raw size; raises InvalidImage."""
     return lambda msg: fit(image_to_rgb(msg, topic, rules, copy=False), camera.height, camera.width, resize)
@@ -318,6 +338,35 @@ class Inputs:
             padded=sum(p.padded for p in picks.values()),
             arrived_ns=max(f.arrived_ns for f in newest.values()),
         )
+
+    def period_ns(self, count: int = 8) -> int | None:
+        """Between sets of frames: the slowest camera's mean over its last frames; None while there are too few."""
+        streams = [camera.frames for camera in self.cameras.values()]
+        if any(len(frames) < count for frames in streams):
+            return None
+        span_ns = max(frames[-1].stamp_ns - frames[-count].stamp_ns for frames in streams)
+        return span_ns // (count - 1) if span_ns > 0 else None
+
+    def foresee(self, reference_ns: int, session_start_ns: int) -> Foreseen | None:
+        """What a request whose newest frames are of ``reference_ns``, a moment not yet reached, will look at.
+
+        None when it will not look as far back as the policy wants to.
+        """
+        offsets, rate = self._spec.frame_offsets[:-1], self._spec.control_rate_hz
+        picked: dict[str, tuple[Frame, ...]] = {}
+        for name, camera in self.cameras.items():
+            frames = camera.since(session_start_ns)
+            if not offsets or not frames:
+                return None
+            found = select_frames([f.stamp_ns for f in frames], reference_ns, offsets, rate)
+            if found.padded or len(set(found.indices)) != len(offsets):
+                return None
+            picked[name] = tuple(frames[i] for i in found.indices)
+        makers = {
+            c.name: picture_maker(c, self.cameras[c.name].shown, self.cameras[c.name].rules, self._params.image_resize)
+            for c in self._spec.cameras
+        }
+        return Foreseen(picked, makers)
 
     def _from_first_picture(self, usable: Mapping[str, list[Frame]], reference_ns: int) -> dict[str, list[Frame]]:
         """Leave out what was seen before every camera showed a picture, see ``image.min_std``."""

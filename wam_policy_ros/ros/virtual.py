@@ -15,6 +15,7 @@ from wam_policy_ros.contract.errors import EngineError, WamError
 from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
 
 from .assembly import assemble
+from .inputs import Foreseen
 from .joint_states import JointStateInput
 from .messages import Trajectory, stamp_to_ns
 from .parameters import NodeParameters
@@ -123,6 +124,9 @@ class VirtualWorker:
         """Virtual time has come."""
         assert self._pending is not None
         (_, self._mailbox), self._pending = self._pending, None
+
+    def foresee(self, generation: int, foreseen: Foreseen) -> None:
+        """Nothing: it changes when a chunk is there, not what it is, and here the latency is given."""
 
     def take_result(self) -> Result | None:
         result, self._mailbox = self._mailbox, None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wam_policy_ros.contract.errors import Cancelled, EngineError, NotReady, Superseded, WamError
-from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
+from wam_policy_ros.contract.interface import ActionChunk, EncodesAhead, Observation, Policy
 from wam_policy_ros.contract.policy_thread import (
     AskCancelled,
     Log,
@@ -25,7 +25,7 @@ from wam_policy_ros.contract.policy_thread import (
 )
 from wam_policy_ros.contract.policy_thread import OwnerStatus as WorkerStatus
 
-from .inputs import PendingObservation
+from .inputs import Foreseen, PendingObservation
 
 __all__ = ["InferenceWorker", "Phase", "PolicyFactory", "Progress", "Request", "Result", "WorkerStatus"]
 
@@ -166,6 +166,29 @@ class InferenceWorker:
             self._hand_over(Result(request, None, error, 0.0))
             return
         ticket.future.add_done_callback(lambda future: self._guarded(self._ended, request, future))
+
+    def foresee(self, generation: int, foreseen: Foreseen) -> None:
+        """Let the policy work on frames that the next request of this generation will look at. Returns at once.
+
+        A guess: whatever goes wrong with it is found, and said, by the request itself.
+        """
+        with suppress(NotReady):
+            self.owner.submit(
+                lambda policy, cancelled: self._observe(policy, generation, foreseen, cancelled),
+                lane=LANE,
+                priority=Priority.ROBOT,
+                newest_wins=True,
+            )
+
+    def _observe(self, policy: Policy, generation: int, foreseen: Foreseen, cancelled: AskCancelled) -> None:
+        episode = self._episode
+        if episode is None or episode.generation != generation or not isinstance(policy, EncodesAhead):
+            return
+        for slot in range(len(foreseen)):
+            if cancelled() or self._void(generation):
+                return
+            with suppress(WamError):
+                policy.observe(episode.session, slot, foreseen.views(slot))
 
     def take_result(self) -> Result | None:
         """Empty the mailbox."""
