@@ -62,6 +62,11 @@ class Launch:
     def run(self) -> None:
         self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages, **self.options)
 
+    def compile(self) -> None:
+        """Only compile, for this device; several threads may at a time."""
+        how = {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
+        self.kernel.warmup(grid=self.grid, **self.arguments, **how)
+
 
 # 16 bytes of bf16: the widest access of one thread.
 VECTOR = 8

@@ -169,9 +169,9 @@ def _qk(make: Inputs, *, eight: bool) -> Case:
     )  # fmt: skip
 
 
-def cross_arguments(make: Inputs, *, scaled: bool) -> tuple[Any, ...]:
-    """Everything ``cross_attention`` takes but the output format: a prompt with padding and one without guidance."""
-    s = make.sizes
+def cross_arguments(make: Inputs, *, scaled: bool, words: int | None = None) -> tuple[Any, ...]:
+    """Everything ``cross_attention`` takes but the output format; ``words`` text keys instead of the usual ones."""
+    s = make.sizes if words is None else make.sizes._replace(words=words)
     q = make.product(s.width, scaled=scaled)
     text = [make.draw(s.branches, 512, s.heads, s.head_dim) for _ in range(2)]
     image = [make.draw(1, s.image_tokens, s.heads, s.head_dim) for _ in range(2)]

@@ -8,7 +8,9 @@ level cache holds none of them.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from wam_policy_ros.tools.provenance import provenance
 
 from .ceilings import measure_copy
 from .kernel_cases import SIZES, Case, Sizes, cases
-from .kernel_variants import variants
+from .kernel_variants import lines as variant_lines
+from .kernel_variants import measure_variants, variants
 from .products import measure_attention, measure_products
 from .records import write_json
 
@@ -54,11 +57,11 @@ def measure(sizes: Sizes, device: torch.device, only: list[str], *, libraries: b
     """JSON-serialisable; see ``table`` for what is in it."""
     copies = {str(size): measure_copy(size, device) for size in _copy_sizes(device)}
     bytes_per_s = max(v for v in copies.values()) * 1e9
-    rows = [
-        _operation(case, bytes_per_s, device)
-        for case in cases(sizes, device)
-        if any(case.name.startswith(word) for word in only)
-    ]
+    chosen = [case for case in cases(sizes, device) if any(case.name.startswith(word) for word in only)]
+    if device.type == "cuda":
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # the first call of each compiles its kernel
+            list(threads.map(lambda case: case.work(0), chosen))
+    rows = [_operation(case, bytes_per_s, device) for case in chosen]
     report: dict[str, Any] = {
         "sizes": sizes._asdict(),
         "implementation": "Triton" if device.type == "cuda" else "plain twins",
@@ -66,17 +69,13 @@ def measure(sizes: Sizes, device: torch.device, only: list[str], *, libraries: b
         "assumed": {"bytes_per_s": ASSUMED_BYTES_PER_S, "flops": ASSUMED_FLOPS},
         "operations": rows,
     }
+
+    def seconds(work: Callable[[int], object]) -> float:
+        return replay_seconds(work, device)
+
     if tune:
-        report["variants"] = [
-            {"name": v.name, "variant": v.text, "us": _us(v.work, device)}
-            for v in variants(sizes, device)
-            if any(v.name.startswith(word) for word in only)
-        ]
+        report["variants"] = measure_variants(list(variants(sizes, device, only)), device, seconds)
     if libraries:
-
-        def seconds(work: Callable[[int], object]) -> float:
-            return replay_seconds(work, device)
-
         report["products_TFLOPs"] = measure_products(sizes, device, seconds)
         report["attention_TFLOPs"] = measure_attention(sizes, device, seconds)
     return report
@@ -102,13 +101,6 @@ def _operation(case: Case, bytes_per_s: float, device: torch.device) -> dict[str
         "GBps": case.bytes / seconds / 1e9,
         "of_copy": case.bytes / seconds / bytes_per_s,
     }
-
-
-def _us(work: Callable[[int], object], device: torch.device) -> float | str:
-    try:
-        return round(replay_seconds(work, device) * 1e6, 2)
-    except RuntimeError as error:
-        return f"not available: {str(error).splitlines()[0][:120]}"
 
 
 def replay_seconds(work: Callable[[int], object], device: torch.device) -> float:
@@ -146,13 +138,7 @@ def table(report: dict[str, Any]) -> str:
             f"{r['name']:34}{r['error']:10.1e}{r['bytes'] / 1e6:8.1f}{r['predicted_us']:11.1f}{r['us']:9.1f}"
             f"{r['GBps']:8.0f}{r['of_copy']:9.0%}{'' if r['ok'] else '  WRONG: bound ' + format(r['bound'], '.0e')}"
         )
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for v in report.get("variants", []):
-        by_name.setdefault(v["name"], []).append(v)
-    for name, found in by_name.items():
-        timed = sorted((v for v in found if not isinstance(v["us"], str)), key=lambda v: v["us"])
-        shown = ", ".join(f"{v['variant']}: {v['us']}" for v in timed[:8])
-        lines.append(f"{name} (us): {shown}; {len(found) - len(timed)} not available")
+    lines += variant_lines(report.get("variants", []))
     for title in ("products_TFLOPs", "attention_TFLOPs"):
         for shape, rates in report.get(title, {}).items():
             words = ", ".join(f"{k} {v:.0f}" if isinstance(v, float) else f"{k} -" for k, v in rates.items())
