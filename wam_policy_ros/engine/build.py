@@ -20,6 +20,7 @@ from wam_policy_ros.model.fingerprint import fingerprint
 from wam_policy_ros.model.tokenizer import ByteTokenizer, Tokenizer
 
 from .config import EngineConfig
+from .device import no_memory_is_overload, on_device
 from .fp8 import fp8_for
 from .fp8_checkpoint import load_network, online
 from .policy import DreamZeroPolicy
@@ -53,6 +54,7 @@ def build_policy(
     Raises:
         ConfigError: contradictory or unknown options.
         CheckpointError, StatisticsError, TokenizerError: the folder cannot be used; every fault is named.
+        Overloaded: the device has no memory for it.
     """
     config = config or EngineConfig.reference()
     if bool(checkpoint) == bool(random_weights):
@@ -62,6 +64,19 @@ def build_policy(
             remedy="give the checkpoint folder, or random_weights: tiny to try the machinery without weights",
         )
     where = resolve_device(device)
+    with on_device(where), no_memory_is_overload("the network"):
+        return _build(embodiment, checkpoint, random_weights, tokenizer, where, config, progress)
+
+
+def _build(
+    embodiment: str,
+    checkpoint: str | None,
+    random_weights: str | None,
+    tokenizer: str | None,
+    where: torch.device,
+    config: EngineConfig,
+    progress: Progress,
+) -> DreamZeroPolicy:
     dtype = resolve_dtype(config.dtype, where)
     if random_weights:
         return _random_policy(get_embodiment(embodiment), random_weights, tokenizer, where, dtype, config, progress)

@@ -69,11 +69,8 @@ class FastBlock:
     norm3_weight: Tensor
     norm3_bias: Tensor
 
-    def linears(self) -> list[Linear]:
-        return [getattr(self, name) for name in LINEARS]
-
     @classmethod
-    def of(cls, block: Block, fp8: Fp8 | None, *, scales_in_gemm: bool) -> FastBlock:
+    def of(cls, block: Block, fp8: Fp8 | None) -> FastBlock:
         """Take over a block's weights. With ``fp8`` the native ones are given up, layer by layer."""
         own, cross = block.self_attn, block.cross_attn
         up, down = block.ffn[0], block.ffn[2]
@@ -96,7 +93,7 @@ class FastBlock:
                 weight, bias = fused(*parts) if len(parts) > 1 else (parts[0].weight, parts[0].bias)
                 layers[name] = NativeLinear(weight, bias)
             else:
-                layers[name] = Fp8Linear.from_layers(parts, fp8, scales_in_gemm=scales_in_gemm)
+                layers[name] = Fp8Linear.from_layers(parts, fp8)
                 for part in parts:
                     part.to("meta")  # whoever still calls the plain layer gets an error, not stale weights
         return cls(
@@ -109,9 +106,6 @@ class FastBlock:
             norm3_weight=block.norm3.weight,
             norm3_bias=block.norm3.bias,
         )
-
-
-LINEARS = ("qkv", "o", "cross_q", "cross_o", "up", "down", "cross_k", "cross_v", "image_k", "image_v")
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ class FastDiT:
         times: see ``TimeTable``.
         attention: how self-attention runs.
         fp8: format of the linear layers, None for native precision.
-        scales_in_gemm: see ``Fp8Linear``.
+        scales: of the attention's inputs when it runs in FP8; filled here, layer by layer.
     """
 
     def __init__(
@@ -146,7 +140,6 @@ class FastDiT:
         attention: Attention,
         *,
         fp8: Fp8 | None = None,
-        scales_in_gemm: bool = True,
         scales: Fp8Scales | None = None,
     ) -> None:
         self.dit, self.cfg, self.times, self.attention, self.fp8 = dit, dit.cfg, times, attention, fp8
@@ -167,7 +160,7 @@ class FastDiT:
                     mods[:, 1],
                     mods[:, 0],
                 )
-            self.blocks.append(FastBlock.of(block, fp8, scales_in_gemm=scales_in_gemm))
+            self.blocks.append(FastBlock.of(block, fp8))
 
     # -- conditioning -------------------------------------------------------------------------------------------
 
@@ -182,6 +175,7 @@ class FastDiT:
         """Copy a prompt's K/V into a slot, unless they are there already."""
         if slot.loaded[branch] is keys:
             return
+        slot.loaded[branch] = None  # until all of it is there
         rows = keys.k.shape[1]
         slot.text_k[:, branch, :rows] = keys.k
         slot.text_v[:, branch, :rows] = keys.v

@@ -5,15 +5,16 @@ Tier *numeric*: the same algorithm as the plain path with other rounding. With g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import Cancelled
+from wam_policy_ros.contract.errors import Cancelled, Overloaded
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.errors import ShapeError
 
 from .config import NUM_STEPS, EngineConfig
 from .encode import FirstFrame, Prompt, PromptEncoder
@@ -28,6 +29,9 @@ from .step_path import Denoised
 from .step_schedule import fixed_steps, make_schedule
 from .unipc import UniPC, UniPCTables
 from .window_slots import SlotLayout, SlotPool
+
+PREPARED_WINDOWS = 2
+"""A session that starts afresh has a second window until the call has succeeded, and a client has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,6 @@ class FusedPath:
         text: runs the text encoder, if not the network's own module does.
         latent_hw: size of a latent frame.
         kv_dtype: of the windows.
-        max_slots: most windows at a time.
     """
 
     def __init__(
@@ -67,7 +70,6 @@ class FusedPath:
         text: Callable[[Tensor, Tensor], Tensor] | None = None,
         latent_hw: tuple[int, int],
         kv_dtype: torch.dtype,
-        max_slots: int | None = None,
     ) -> None:
         self.network, self.config, self.dit = network, config, dit
         self._text = text
@@ -82,8 +84,7 @@ class FusedPath:
                 dtype=dtype,
                 kv_dtype=kv_dtype,
                 device=device,
-            ),
-            max_slots,
+            )
         )
         self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(device, enabled=config.graphs)
         self._vae = vae
@@ -131,8 +132,12 @@ class FusedPath:
 
     @torch.inference_mode()
     def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
-        """Compile the kernels and record the graphs of a session, so that no call has to: one of each piece of work at
-        each length of the window, on made-up numbers."""
+        """Compile the kernels and record the graphs of the first windows, so that no call has to: one of each piece of
+        work at each length of the window, on made-up numbers.
+
+        Raises:
+            Overloaded: no memory for a window.
+        """
         cfg = self.network.config
         factor, dit = cfg.vae.spatial_factor, cfg.dit
         height, width = (factor * side for side in self.pool.layout.latent[2:])
@@ -141,23 +146,52 @@ class FusedPath:
             return torch.zeros(1, 3, frames, height, width, dtype=self.network.dtype, device=self.network.device)
 
         first = self.encode_first(grey(1))
+        clip = self.encode_clip(grey(4 * dit.num_frame_per_block + 1))
         keys = self.dit.text_keys(first.ys.new_zeros(1, dit.text_len, dit.text_dim), 1)
         prompt = Prompt(torch.zeros(1, dit.text_len, dtype=torch.int64), first.ys, keys)
-        state = self.restarted(WindowState(), first, prompt, prompt, ResetReason.FIRST_CALL)
-        if state.slot is not None and state.slot.layout.branches == 1:
-            state = replace(state, negative=None)
-        noise, latents, start = self.draw_noise(self.config.seed, first.latent), first.latent, 0
-        calls = range(1, dit.local_attn_size, dit.num_frame_per_block)
+        negative = prompt if self.pool.layout.branches == 2 else None
+        noise = self.draw_noise(self.config.seed, first.latent)
+        windows: list[WindowState] = []
         try:
-            for number, frame in enumerate(calls):
-                progress("recording the step", number / len(calls))
-                state = self.prefill(state, latents, start, None)
-                state = replace(state, current_start_frame=frame)
-                for with_video, branches in {(True, self.pool.layout.branches), (True, 1), (False, 1)}:
-                    self._evaluate(state, 0, noise.video, noise.action, with_video, branches)
-                start, latents = frame, self.encode_clip(grey(4 * dit.num_frame_per_block + 1))
+            for number in range(PREPARED_WINDOWS):
+                try:
+                    state = self.restarted(WindowState(), first, prompt, negative, ResetReason.FIRST_CALL)
+                except Overloaded:
+                    if not windows:
+                        raise
+                    break  # one session works; who wants more is told then
+                windows.append(state)
+                latents, start = first.latent, 0
+                calls = range(1, dit.local_attn_size, dit.num_frame_per_block)
+                for call, frame in enumerate(calls):
+                    progress("recording the step", (number + call / len(calls)) / PREPARED_WINDOWS)
+                    state = self.prefill(state, latents, start, None)
+                    state = replace(state, current_start_frame=frame)
+                    for with_video, branches in self._forms():
+                        self._evaluate(state, 0, noise.video, noise.action, with_video, branches)
+                    start, latents = frame, clip
         finally:
-            self.let_go(state, WindowState())
+            for state in reversed(windows):
+                self.let_go(state, WindowState())
+
+    def _forms(self) -> set[tuple[bool, int]]:
+        """Every ``_form`` that occurs with this schedule."""
+        steps, last = self._steps()
+        return {self._form(step, last, want_video) for step in steps for want_video in (True, False)}
+
+    def _steps(self) -> tuple[Sequence[int], int]:
+        """Solver steps that may evaluate the network, and the last that surely does; 16 where the flows decide."""
+        steps = fixed_steps(self.config.schedule, self.config.evaluations, NUM_STEPS)
+        return (range(NUM_STEPS), NUM_STEPS) if steps is None else (steps, steps[-1])
+
+    def _form(self, step: int, last: int, want_video: bool) -> tuple[bool, int]:
+        """What an evaluation computes: whether the video flow, and how many guidance branches.
+
+        The video flow of the last evaluation moves the video only, so without a video it is not needed, nor is the
+        unguided branch, which moves nothing else.
+        """
+        with_video = want_video or step < last
+        return with_video, self.pool.layout.branches if with_video and self.config.guides(step) else 1
 
     @property
     def vae(self) -> FastVAE:
@@ -189,13 +223,19 @@ class FusedPath:
     def restarted(
         self, state: WindowState, first: FirstFrame, prompt: Prompt, negative: Prompt | None, reason: ResetReason
     ) -> WindowState:
+        if len(first.ys) != 1:
+            raise ShapeError(f"the fused step runs one session at a time, got a batch of {len(first.ys)}")
         # A full window restarts whatever becomes of this call, so its memory can be used. Otherwise the old contents
         # must survive a call that is given up.
         slot = state.slot if reason is ResetReason.WINDOW_FULL and state.slot is not None else self.pool.acquire()
-        self.dit.load_image(slot, first.clip_features)
-        slot.ys.copy_(first.ys)
         draft = WindowState(clip_features=first.clip_features, ys=slot.ys, slot=slot)
-        return self._with_prompts(draft, prompt, negative)
+        try:
+            self.dit.load_image(slot, first.clip_features)
+            slot.ys.copy_(first.ys)
+            return self._with_prompts(draft, prompt, negative)
+        except BaseException:
+            self.let_go(draft, state)
+            raise
 
     def continued(self, state: WindowState, prompt: Prompt, negative: Prompt | None) -> WindowState:
         return self._with_prompts(state, prompt, negative)
@@ -252,8 +292,7 @@ class FusedPath:
         self._in.state.copy_(proprio)
         solver_video, solver_action = (UniPC(tables) for tables in self._tables)
         schedule = make_schedule(self.config.schedule, self.config.evaluations, NUM_STEPS)
-        steps = fixed_steps(self.config.schedule, self.config.evaluations, NUM_STEPS)
-        last = NUM_STEPS if steps is None else steps[-1]
+        _, last = self._steps()
         guidance = Guidance(self.config)
         video, action = noise.video.transpose(1, 2), noise.action  # the solver keeps frames before channels
         flow_video: Tensor | None = None
@@ -263,10 +302,7 @@ class FusedPath:
             run = flow_action is None or schedule.should_run(i)
             if run:
                 self._check(cancelled, i)
-                # The video flow of the last evaluation moves the video only, so without a video it is not needed, nor
-                # is the unguided branch, which moves nothing else.
-                with_video = want_video or i < last
-                branches = draft.slot.layout.branches if with_video and self.config.guides(i) else 1
+                with_video, branches = self._form(i, last, want_video)
                 flows, flow_action = self._evaluate(draft, i, video.transpose(1, 2), action, with_video, branches)
                 flow_video = None if flows is None else guidance(list(flows.split(1)))
                 if flow_video is not None:

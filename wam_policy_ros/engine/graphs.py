@@ -29,6 +29,8 @@ class GraphCache(Generic[T]):
         self._device = device
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
+        # One for all: what a stream frees stays reserved for it.
+        self._side = torch.cuda.Stream(device) if self.enabled else None
 
     def run(self, key: Hashable, function: Callable[[], T]) -> T:
         """``function()``; recorded under ``key`` at its first call."""
@@ -47,14 +49,16 @@ class GraphCache(Generic[T]):
     def _record(self, key: Hashable, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         # Libraries set themselves up and kernels are compiled in a first run outside the recording, on a side stream as
         # PyTorch asks for.
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
+        main, side = torch.cuda.current_stream(self._device), self._side
+        assert side is not None
+        side.wait_stream(main)
         with torch.cuda.stream(side):
             function()
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        main.wait_stream(side)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Calls of other threads, which a policy beside this one may make, are not part of the recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             out = function()
         self._graphs[key] = (graph, out)
         return self._graphs[key]

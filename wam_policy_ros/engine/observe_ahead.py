@@ -80,7 +80,11 @@ class ObserveAhead:
         if slot != len(self._offered) or slot >= self._num_frames:
             return False
         copies = {name: np.array(v if v.ndim == 4 else v[None]) for name, v in views.items()}
-        self._push(self._to_video(copies), keep=True)
+        try:
+            self._push(self._to_video(copies), keep=True)
+        except BaseException:
+            self.clear()  # half a frame is none
+            raise
         self._offered.append(copies)
         return True
 

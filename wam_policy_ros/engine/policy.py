@@ -23,7 +23,9 @@ from wam_policy_ros.model.tokenizer import Tokenizer
 
 from .closed_loop import StepInputs, StepResult, closed_loop_step
 from .config import EngineConfig
+from .device import no_memory_is_overload, on_device
 from .device_resize import DeviceMosaic
+from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .inpaint import Committed
 from .observe_ahead import ObserveAhead
@@ -75,7 +77,8 @@ class DreamZeroPolicy:
         self.config = config or EngineConfig.reference()
         mosaic = (2 * embodiment.view_height, 2 * embodiment.view_width)
         picture = network.config.target_video_hw or mosaic
-        self.path: StepPath = make_path(network, self.config, picture, like.path if like is not None else None)
+        with on_device(network.device), no_memory_is_overload("the network"):
+            self.path: StepPath = make_path(network, self.config, picture, like.path if like is not None else None)
         self._stitch = self._make_stitch()
         self._negative = tokenizer([NEGATIVE_PROMPT])
         self._tokens: tuple[str, tuple[Tensor, Tensor]] = ("", self._negative)
@@ -91,6 +94,7 @@ class DreamZeroPolicy:
             weights=weights,
             random_weights=random_weights,
             details={
+                **self._how(),
                 "dtype": str(network.dtype).removeprefix("torch."),
                 "device": str(network.device),
                 "evaluations": self.config.evaluations_text,
@@ -129,10 +133,22 @@ class DreamZeroPolicy:
             Cancelled: ``cancelled()`` was true.
             SessionError: closed or foreign session.
             EngineError: the network gave values that are not finite.
+            Overloaded: no memory; the session is as it was.
         """
         if not isinstance(session, Session):
             raise SessionError("not a session of this policy", got=type(session).__name__, remedy="use policy.open()")
         session.check(self)
+        with on_device(self.network.device), no_memory_is_overload("this step"):
+            return self._infer(session, observation, cancelled, noise, probe)
+
+    def _infer(
+        self,
+        session: Session,
+        observation: Observation,
+        cancelled: Callable[[], bool] | None,
+        noise: Noise | None,
+        probe: Probe | None,
+    ) -> ActionChunk:
         timer = StageTimer(self.network.device)
         with timer.stage("preprocess", host=True):
             history = session.history.copy()
@@ -156,30 +172,33 @@ class DreamZeroPolicy:
             probe=probe,
             timer=timer,
         )
-        normalised = result.action[0].float().cpu().numpy()  # the host's only wait for the device
-        with timer.stage("decode_actions", host=True):
-            rows = decode_actions(normalised, self.spec.action, self.statistics, observation.state)
-        if not np.isfinite(rows).all():
-            self.path.let_go(result.state, session.window)
-            raise EngineError(
-                "the network's action is not finite; the session is unchanged",
-                got=f"{int((~np.isfinite(rows)).sum())} of {rows.size} values",
-                remedy="check the weights and the observation; nothing of this chunk may be executed",
+        try:
+            normalised = result.action[0].float().cpu().numpy()  # the host's only wait for the device
+            with timer.stage("decode_actions", host=True):
+                rows = decode_actions(normalised, self.spec.action, self.statistics, observation.state)
+            if not np.isfinite(rows).all():
+                raise EngineError(
+                    "the network's action is not finite; the session is unchanged",
+                    got=f"{int((~np.isfinite(rows)).sum())} of {rows.size} values",
+                    remedy="check the weights and the observation; nothing of this chunk may be executed",
+                )
+            chunk = ActionChunk(
+                actions=rows,
+                dt_s=self.spec.dt_s,
+                stamp_ns=observation.stamp_ns if observation.stamp_ns is not None else drawn.reference_ns,
+                session_id=session.session_id,
+                step=session.step,
+                reset=result.reset,
+                timings_s=timer.finish(),
+                video=self._predicted(result),
+                info={"evaluated": result.evaluated, **drawn.info},
             )
-        step, session.step = session.step, session.step + 1
+        except BaseException:
+            self.path.let_go(result.state, session.window)
+            raise
         self.path.let_go(session.window, result.state)
-        session.history, session.window = history, result.state
-        return ActionChunk(
-            actions=rows,
-            dt_s=self.spec.dt_s,
-            stamp_ns=observation.stamp_ns if observation.stamp_ns is not None else drawn.reference_ns,
-            session_id=session.session_id,
-            step=step,
-            reset=result.reset,
-            timings_s=timer.finish(),
-            video=self._predicted(result),
-            info={"evaluated": result.evaluated, **drawn.info},
-        )
+        session.history, session.window, session.step = history, result.state, session.step + 1
+        return chunk
 
     def observe(self, session: Session, slot: int, frames: Mapping[str, npt.NDArray[np.uint8]]) -> bool:
         """Encode a frame of the next call before that call is made; what is left to do then is done sooner.
@@ -210,13 +229,14 @@ class DreamZeroPolicy:
 
             block = network.config.dit.num_frame_per_block
             session.ahead = ObserveAhead(self.path.vae, to_video, num_frames=len(self.spec.frame_offsets), block=block)
-        with torch.inference_mode():
+        with on_device(self.network.device), no_memory_is_overload("a frame ahead"), torch.inference_mode():
             return session.ahead.offer(slot, frames)
 
     def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
         """Whatever is compiled and recorded at first use, now; nothing without graphs."""
         if isinstance(self.path, FusedPath) and self.config.graphs:
-            self.path.prepare(progress)
+            with on_device(self.network.device), no_memory_is_overload("recording the step"):
+                self.path.prepare(progress)
 
     def reset(self, session: Session) -> None:
         """Forget the episode; the next call is a first call."""
@@ -239,11 +259,26 @@ class DreamZeroPolicy:
         """
         if not isinstance(chunk.video, PredictedVideo):
             return None
-        video = self.network.vae.decode(chunk.video.latents)[0, :, 1:]
+        with on_device(self.network.device), no_memory_is_overload("decoding the video"):
+            video = self.network.vae.decode(chunk.video.latents)[0, :, 1:]
         pixels = ((video.float() + 1) * 127.5).clamp(0, 255).to(torch.uint8)
         return pixels.permute(1, 2, 3, 0).cpu().numpy()
 
     # -- details ------------------------------------------------------------------------------------------------
+
+    def _how(self) -> dict[str, Any]:
+        """Of ``spec.details``: what runs, by the names of the options that decide it."""
+        config = self.config
+        if config.step == "plain":
+            return {"step": "plain"}
+        eight = fp8_for(self.network.device).name if "fp8" in (config.linears, config.attention) else ""
+        return {
+            "step": config.step,
+            "linears": f"fp8 {eight}" if config.linears == "fp8" else config.linears,
+            "attention": f"fp8 {eight}" if config.attention == "fp8" else config.attention,
+            "text": config.text,
+            "graphs": config.graphs,
+        }
 
     def _make_stitch(self) -> Callable[[Mapping[str, npt.NDArray[np.uint8]]], Tensor]:
         """Camera views to the mosaic. The plain step resizes on the host, as published."""

@@ -1,12 +1,12 @@
 """Linear layers of the fused step: native precision, or FP8 weights with one scale per output row.
 
-A layer gives a ``Product``: the raw GEMM output with its scales and bias still to be applied, because the kernel that
-reads it next applies them for free. See the table ``KEPT_NATIVE`` for what is never quantised.
+A layer gives a ``Product``: the GEMM's output with its bias still to be added, because the kernel that reads it next
+adds it for free. See the table ``KEPT_NATIVE`` for what is never quantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -20,25 +20,30 @@ from .fp8 import Fp8
 from .kernels.ops import Product, Quantized, quantize_rows
 
 KEPT_NATIVE: dict[str, str] = {
-    "patch_embedding": "first layer on raw latents; 0.01 % of the operations",
-    "text_embedding": "runs once per prompt",
-    "img_emb": "runs once per window",
-    "time_embedding, time_projection": "tables of 17 timesteps, computed once; their error would reach every token",
-    "state_encoder, action_encoder, action_decoder": "25 tokens; their error is the action's error",
-    "head": "last layer, 64 outputs; its error is the flow's error",
-    "norms, modulation": "element-wise, float32 arithmetic",
-    "text encoder, image encoder, VAE": "outside the loop; a prompt or a window at a time",
+    "model.patch_embedding": "first layer on raw latents; 0.01 % of the operations",
+    "model.text_embedding": "runs once per prompt",
+    "model.img_emb": "runs once per window",
+    "model.time_embedding": "tables of 17 timesteps, computed once; their error would reach every token",
+    "model.time_projection": "as time_embedding",
+    "model.state_encoder": "1 token; its error is the action's error",
+    "model.action_encoder": "24 tokens; their error is the action's error",
+    "model.action_decoder": "24 tokens; their error is the action's error",
+    "model.head": "last layer, 64 outputs; its error is the flow's error",
+    "model.blocks.*.modulation": "element-wise, float32 arithmetic",
+    "model.blocks.*.norm*": "element-wise, float32 arithmetic",
+    "model.blocks.*.*.norm_*": "element-wise, float32 arithmetic",
+    "model.blocks.*.bias": "added in float32",
+    "text_encoder": "runs once per prompt",
+    "image_encoder": "runs once per window",
+    "vae": "convolutions; there are no 8-bit kernels for them",
 }
-"""What stays in the network's dtype when ``linears`` is ``fp8``, and why."""
+"""What stays in the network's dtype when ``linears`` is ``fp8``: beginnings of parameter names, and why."""
 
 
 class Linear(Protocol):
     """A linear layer of the fused step."""
 
     def __call__(self, x: Tensor | Quantized) -> Product: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,24 @@ class NativeLinear:
             raise TypeError("a native layer was given quantised activations")
         return Product(F.linear(x, self.weight), None, None, self.bias)
 
-    @property
-    def nbytes(self) -> int:
-        return _nbytes(self.weight) + (_nbytes(self.bias) if self.bias is not None else 0)
+
+_ALIGNED = 16
+"""Both widths of an 8-bit matrix product must be multiples of this; ``torch._scaled_mm`` refuses others."""
 
 
 @dataclass(frozen=True)
 class Fp8Linear:
     """FP8 weights with one float32 scale per output row; activations with one per token.
 
-    On a GPU ``torch._scaled_mm``, on a CPU its plain twin in float32.
+    On a GPU ``torch._scaled_mm``, which applies both scales itself (the row-wise kernel was the fastest form at every
+    shape of the network), on a CPU its plain twin in float32. Widths that the GPU's kernel does not take are padded
+    with zeros.
 
     Attributes:
-        weight: fp8 ``[N, K]``; scale: float32 ``[N]``, the weight is ``weight.float() * scale[:, None]``.
-        bias: ``[N]`` in the network's dtype, or None.
+        weight: fp8 ``[N, K]``, both rounded up; scale: float32 ``[N]``. Their product is the weight.
+        bias: ``[outputs]`` in the network's dtype, or None.
         fp8: the format; dtype: of the raw product.
-        scales_in_gemm: apply both scales inside the GEMM (row-wise kernel) instead of in the kernel that follows.
+        outputs: columns of the product.
     """
 
     weight: Tensor
@@ -80,52 +87,55 @@ class Fp8Linear:
     bias: Tensor | None
     fp8: Fp8
     dtype: torch.dtype
-    one: Tensor
-    scales_in_gemm: bool = True
+    outputs: int
 
     @classmethod
-    def from_weight(cls, weight: Tensor, bias: Tensor | None, fp8: Fp8, *, scales_in_gemm: bool = True) -> Fp8Linear:
+    def from_weight(cls, weight: Tensor, bias: Tensor | None, fp8: Fp8) -> Fp8Linear:
         """Quantise ``weight [N, K]`` row by row, round to nearest."""
         q = quantize_rows(weight, fp8)
-        one = torch.ones((), dtype=torch.float32, device=weight.device)
-        return cls(q.values, q.row_scale, bias, fp8, weight.dtype, one, scales_in_gemm)
+        return cls._of(q.values, q.row_scale, bias, fp8, weight.dtype)
 
     @classmethod
-    def from_layers(cls, layers: Sequence[nn.Linear], fp8: Fp8, *, scales_in_gemm: bool = True) -> Fp8Linear:
+    def from_layers(cls, layers: Sequence[nn.Linear], fp8: Fp8) -> Fp8Linear:
         """Layers with the same input, stacked: quantised here, or as they are when their weights are 8-bit already."""
         weight = torch.cat([p.weight for p in layers]) if len(layers) > 1 else layers[0].weight
         bias = torch.cat([p.bias for p in layers])
         if not is_quantised(layers[0]):
-            return cls.from_weight(weight, bias, fp8, scales_in_gemm=scales_in_gemm)
+            return cls.from_weight(weight, bias, fp8)
         if weight.dtype != fp8.dtype:
             raise ConfigError("8-bit weights of another format", got=weight.dtype, expected=fp8.name)
-        scale = torch.cat([cast(Tensor, p.weight_scale) for p in layers])
-        one = torch.ones((), dtype=torch.float32, device=weight.device)
-        return cls(weight, scale, bias, fp8, bias.dtype, one, scales_in_gemm)
+        return cls._of(weight, torch.cat([cast(Tensor, p.weight_scale) for p in layers]), bias, fp8, bias.dtype)
+
+    @classmethod
+    def _of(cls, values: Tensor, scale: Tensor, bias: Tensor | None, fp8: Fp8, dtype: torch.dtype) -> Fp8Linear:
+        rows, columns = (-(-n // _ALIGNED) * _ALIGNED for n in values.shape)
+        scale = F.pad(scale, (0, rows - len(scale)), value=1.0)
+        return cls(_padded(values, rows, columns), scale, bias, fp8, dtype, outputs=len(values))
 
     def __call__(self, x: Tensor | Quantized) -> Product:
-        q = x if isinstance(x, Quantized) else quantize_rows(x, self.fp8)
-        if self.weight.device.type == "cpu":
-            raw = (q.values.float() @ self.weight.float().T).to(self.dtype)
-            return Product(raw, q.row_scale, self.scale, self.bias)
-        if self.scales_in_gemm:
+        values, row_scale = x if isinstance(x, Quantized) else quantize_rows(x, self.fp8)
+        values = _padded(values, len(values), self.weight.shape[1])
+        if values.device.type == "cpu":
+            raw = values.float() @ self.weight.float().T
+            raw = (raw * row_scale.unsqueeze(1) * self.scale).to(self.dtype)
+        else:
             raw = torch._scaled_mm(
-                q.values,
+                values,
                 self.weight.t(),
-                scale_a=q.row_scale.expand(len(q.values)).unsqueeze(1),
+                scale_a=row_scale.unsqueeze(1),
                 scale_b=self.scale.unsqueeze(0),
                 out_dtype=self.dtype,
                 use_fast_accum=True,
             )
-            return Product(raw, None, None, self.bias)
-        raw = torch._scaled_mm(
-            q.values, self.weight.t(), scale_a=self.one, scale_b=self.one, out_dtype=self.dtype, use_fast_accum=True
-        )
-        return Product(raw, q.row_scale, self.scale, self.bias)
+        if raw.shape[1] != self.outputs:
+            raw = raw[:, : self.outputs].contiguous()
+        return Product(raw, None, None, self.bias)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(_nbytes(t) for t in (self.weight, self.scale, self.bias) if t is not None)
+
+def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
+    """8-bit ``values`` with zeros below and to the right. A zero is byte 0 in every format."""
+    missing = (0, columns - values.shape[1], 0, rows - values.shape[0])
+    return F.pad(values.view(torch.uint8), missing).view(values.dtype) if any(missing) else values
 
 
 def finished(product: Product) -> Tensor:
@@ -168,12 +178,3 @@ def fused(*layers: nn.Linear) -> tuple[Tensor, Tensor]:
         layer.bias = nn.Parameter(bias[start:stop], requires_grad=False)
         start = stop
     return weight, bias
-
-
-def _nbytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()
-
-
-def layer_bytes(layers: Iterator[Linear]) -> int:
-    """Device memory of the layers."""
-    return sum(layer.nbytes for layer in layers)

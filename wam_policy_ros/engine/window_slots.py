@@ -135,35 +135,36 @@ class SlotPool:
 
     Args:
         layout: of every slot.
-        limit: most slots at a time, None for as many as memory gives.
     """
 
-    def __init__(self, layout: SlotLayout, limit: int | None = None) -> None:
-        self.layout, self._limit = layout, limit
+    def __init__(self, layout: SlotLayout) -> None:
+        self.layout = layout
         self._free: list[WindowSlot] = []
         self.made = 0
 
     def acquire(self) -> WindowSlot:
         """
         Raises:
-            Overloaded: no slot is free and no more may be made, or the device has no memory for one.
+            Overloaded: no slot is free, and the device has no memory for another one.
         """
         if self._free:
             return self._free.pop()
-        if self._limit is not None and self.made >= self._limit:
-            raise Overloaded(
-                "no window is free", got=f"{self.made} windows in use", remedy="close a session, or raise the limit"
-            )
-        try:
-            slot = WindowSlot(self.layout, self.made)
-        except torch.OutOfMemoryError as error:
+        slot = self._made()
+        if slot is None:
             raise Overloaded(
                 "no memory for another session's window",
                 got=f"{self.made} windows of {self.layout.nbytes / 2**30:.2f} GiB exist",
                 remedy="close a session",
-            ) from error
+            )
         self.made += 1
         return slot
+
+    def _made(self) -> WindowSlot | None:
+        """None: no memory. The error goes no further: its traceback would keep the buffers that there was room for."""
+        try:
+            return WindowSlot(self.layout, self.made)
+        except torch.OutOfMemoryError:
+            return None
 
     def release(self, slot: WindowSlot) -> None:
         """Take a slot back. Its contents are void."""
