@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,4 +192,7 @@ def wander(*, disagreement_rad: float = 0.01, seed: int = 0) -> ScriptedPolicy:
         gripper = np.full(24, float(np.sin(0.8 * t0) > 0))
         return np.column_stack([arm[1:], gripper])
 
-    return ScriptedPolicy(rows)
+    policy = ScriptedPolicy(rows)
+    # As small as the pictures that are sent: nobody looks at them.
+    policy.spec = replace(policy.spec, cameras=tuple(replace(c, height=9, width=16) for c in policy.spec.cameras))
+    return policy

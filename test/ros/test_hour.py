@@ -28,6 +28,7 @@ def test_with_half_a_second_per_step_the_arm_lacks_a_command_less_than_one_perce
     inside_the_limits(rig)
 
 
+@pytest.mark.timeout(900)
 def test_an_hour_of_delays_drops_and_reorderings() -> None:
     rng = np.random.default_rng(7)
 
