@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 from wam_policy_ros.contract.errors import ConfigError, EngineError
 from wam_policy_ros.engine import conv_check
-from wam_policy_ros.engine.conv_check import PlainConv, check_conv3d, compare_with_float32, measure_plan
-from wam_policy_ros.engine.conv_plan import FORMS, CausalConv, ConvKey, ConvPlan
+from wam_policy_ros.engine.conv_check import PlainConv, check_conv3d, checked_plan, compare_with_float32, measure_plan
+from wam_policy_ros.engine.conv_plan import FORMS, CausalConv, ConvKey, ConvPlan, Form
 
 KEYS = [ConvKey(8, 8, 1), ConvKey(8, 16, 2)]
 CPU = torch.device("cpu")
@@ -50,11 +51,27 @@ def test_a_wrong_form_is_not_used(monkeypatch: pytest.MonkeyPatch, broken: tuple
     assert len(report.warnings) == len(broken) * len(KEYS)
 
 
-def test_nothing_is_served_when_all_forms_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def check(plan: ConvPlan) -> tuple[ConvPlan, list[str]]:
+    return checked_plan(plan, KEYS, 16, 24, frames=2, device=CPU, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("planned", FORMS)
+def test_a_planned_form_that_is_wrong_is_replaced_and_said(monkeypatch: pytest.MonkeyPatch, planned: Form) -> None:
+    plan = ConvPlan(default=planned)
+    assert check(plan) == (plan, [])
+    monkeypatch.setattr(_Broken, "broken", (planned,), raising=False)
+    monkeypatch.setattr(conv_check, "CausalConv", _Broken)
+    checked, lines = check(plan)
+    assert planned not in checked.forms.values() and set(checked.forms) == {str(k) for k in KEYS}
+    assert len(lines) == 2 and all(planned in line and torch.__version__ in line for line in lines)
+
+
+@pytest.mark.parametrize("run", [measure, lambda: check(ConvPlan())])
+def test_nothing_is_served_when_all_forms_are_wrong(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
     monkeypatch.setattr(_Broken, "broken", FORMS, raising=False)
     monkeypatch.setattr(conv_check, "CausalConv", _Broken)
     with pytest.raises(EngineError, match=r"no form of the convolution 8->8 at 1/1 .* at most 0.02"):
-        measure()
+        run()
 
 
 def test_not_a_number_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,9 @@ CLIENT_FAULTS = (ObservationError, SessionError, Cancelled, Overloaded)
 """Errors that say nothing about the health of the policy."""
 
 
+WARNING = "warning: "
+"""A factory's progress text that begins with this is logged."""
+
 RELOAD_S = 1.0
 """Pause before a policy that went away while it was loaded or warmed up is loaded again."""
 
@@ -346,6 +349,9 @@ class PolicyThread:
     def _progress(self, message: str, fraction: float) -> None:
         if self._stop:
             raise Cancelled("stopped while loading")
+        if message.startswith(WARNING):
+            self._log("warn", message.removeprefix(WARNING))
+            return
         self._set(message=message, fraction=float(fraction))
 
     def _warm_up(self, policy: Policy) -> None:

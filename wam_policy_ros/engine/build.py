@@ -12,6 +12,7 @@ from wam_policy_ros.contract.embodiment import Embodiment, get_embodiment
 from wam_policy_ros.contract.errors import CheckpointError, ConfigError
 from wam_policy_ros.contract.interface import FieldSpec
 from wam_policy_ros.contract.normalization import Statistics
+from wam_policy_ros.contract.policy_thread import WARNING
 from wam_policy_ros.model.checkpoint import read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
@@ -24,6 +25,7 @@ from .device import no_memory_is_overload, on_device
 from .fp8 import fp8_for
 from .fp8_checkpoint import load_network, online
 from .policy import DreamZeroPolicy
+from .preflight import Platform, warnings_of
 from .survey import load_tokenizer, survey
 
 Progress = Callable[[str, float], None]
@@ -49,7 +51,7 @@ def build_policy(
         random_weights: ``tiny`` or ``14b``: an untrained network for tests and benchmarks. Exactly one of the two.
         tokenizer: folder with ``tokenizer.json`` of umt5-xxl; default: looked for inside the checkpoint folder.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... (``cuda`` also names AMD GPUs in PyTorch).
-        progress: called with a text and a fraction in [0, 1].
+        progress: called with a text and a fraction in [0, 1]; a text that begins with ``WARNING`` is one.
 
     Raises:
         ConfigError: contradictory or unknown options.
@@ -65,7 +67,14 @@ def build_policy(
         )
     where = resolve_device(device)
     with on_device(where), no_memory_is_overload("the network"):
-        return _build(embodiment, checkpoint, random_weights, tokenizer, where, config, progress)
+        known = warnings_of(config, Platform.of(where))
+        for line in known:
+            progress(WARNING + line, 0.0)
+        policy = _build(embodiment, checkpoint, random_weights, tokenizer, where, config, progress)
+        for line in policy.warnings:
+            progress(WARNING + line, 1.0)
+    policy.warnings[:0] = known
+    return policy
 
 
 def _build(

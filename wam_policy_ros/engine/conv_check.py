@@ -100,17 +100,57 @@ def measure_plan(
         found = [probe(key, size, form, device=device, dtype=dtype, plan=base, repeats=repeats) for form in forms]
         results += found
         right = [r for r in found if r.right]
-        if not right:
-            raise EngineError(
-                f"no form of the convolution {key} gives right results on this device; nothing is served",
-                got=", ".join(f"{r.form}: relative error {r.relative_error:.3g}" for r in found),
-                expected=f"at most {MAX_RELATIVE_ERROR} of float32",
-                remedy=f"install another cuDNN (this is {backend_version()}), or run with dtype float32",
-            )
+        _refuse_wrong(key, found)
         chosen[str(key)] = min(right, key=lambda r: r.with_norm_ms).form
     plan = ConvPlan(forms=chosen, benchmark=benchmark)
     warnings = [f"{r.key}, {r.form}: wrong results, not used" for r in results if not r.right]
     return ConvReport(plan, tuple(results), tuple(warnings), str(torch.__version__), backend_version(), str(device))
+
+
+def checked_plan(
+    plan: ConvPlan,
+    keys: Sequence[ConvKey],
+    height: int,
+    width: int,
+    *,
+    frames: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[ConvPlan, list[str]]:
+    """Check the forms a plan names at the shapes that will run; a wrong one is replaced by the next right one.
+
+    Returns:
+        The plan to run with, and a warning per replacement.
+
+    Raises:
+        EngineError: no form of a convolution is right on this device.
+    """
+    forms, warnings = dict(plan.forms), []
+    for key in keys:
+        size = (frames, height // key.reduction, width // key.reduction)
+        planned = plan.form(key)
+        found = []
+        for form in (planned, *(f for f in FORMS if f != planned)):
+            found.append(probe(key, size, form, device=device, dtype=dtype, plan=plan, repeats=1))
+            if found[-1].right:
+                break
+        _refuse_wrong(key, found)
+        if len(found) > 1:
+            forms[str(key)] = found[-1].form
+            error = f"relative error {found[0].relative_error:.3g}, torch {torch.__version__}, {backend_version()}"
+            warnings.append(f"the convolution {key} is wrong as {planned} ({error}); {found[-1].form} is used")
+    return dataclasses.replace(plan, forms=forms), warnings
+
+
+def _refuse_wrong(key: ConvKey, found: Sequence[ConvResult]) -> None:
+    if any(r.right for r in found):
+        return
+    raise EngineError(
+        f"no form of the convolution {key} gives right results on this device; nothing is served",
+        got=", ".join(f"{r.form}: relative error {r.relative_error:.3g}" for r in found),
+        expected=f"at most {MAX_RELATIVE_ERROR} of float32",
+        remedy=f"install another cuDNN (this is {backend_version()}), or run with dtype float32",
+    )
 
 
 def probe(

@@ -49,7 +49,7 @@ def fp8_for_architecture(backend: str, architecture: str | tuple[int, int]) -> F
         "this device does not multiply 8-bit floats",
         got=f"{backend} {architecture}",
         expected=f"compute capability 8.9 or later, or one of {sorted(_HIP_FORMATS)}",
-        remedy="choose precision bf16",
+        remedy="set linears: native and attention: torch, or choose the preset bf16",
     )
 
 

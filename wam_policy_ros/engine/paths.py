@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -11,14 +12,16 @@ from wam_policy_ros.model.dit import Block
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import EngineConfig
-from .conv_plan import fixed_plan
+from .conv_check import checked_plan
+from .conv_plan import ConvPlan, fixed_plan
 from .fast_attention import Attention, CudnnFp8Attention, Fp8Scales, PlainFp8Attention, TorchAttention
 from .fast_dit import FastDiT, TimeTable
-from .fast_vae import FastVAE
+from .fast_vae import FastVAE, conv_keys
 from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .plain_path import PlainPath
-from .quantize import is_quantised
+from .preflight import Platform, refuse_impossible, slow_products
+from .quantize import Fp8Linear, is_quantised
 from .sampler import noise_levels
 from .step_path import StepPath
 from .streamed_text import StreamedTextEncoder
@@ -26,22 +29,28 @@ from .unipc import timesteps_of
 
 
 def make_path(
-    network: DreamZero, config: EngineConfig, picture_hw: tuple[int, int], like: StepPath | None = None
+    network: DreamZero,
+    config: EngineConfig,
+    picture_hw: tuple[int, int],
+    like: StepPath | None = None,
+    *,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> StepPath:
     """
     Args:
         picture_hw: size of the pictures the network sees.
         like: a path of the same network whose prepared weights may be used again.
+        warn: told what works, but not as it should.
 
     Raises:
         ConfigError: the device cannot do what the configuration asks for.
+        EngineError: the device's convolutions are wrong.
     """
     _check_weights(network, config, like)
+    device = network.device
+    refuse_impossible(config, Platform.of(device), network.config.dit, network.dtype)
     if config.step == "plain":
         return PlainPath(network, config)
-    device = network.device
-    if config.graphs and device.type != "cuda":
-        raise ConfigError("graphs need a GPU", got=f"device {device}", remedy="set graphs: false")
     if isinstance(like, FusedPath) and like.serves(config):
         return like.reconfigured(config)
     fp8 = fp8_for(device) if "fp8" in (config.linears, config.attention) else None
@@ -55,12 +64,16 @@ def make_path(
             fp8=fp8 if config.linears == "fp8" else None,
             scales=scales,
         )
+    up = dit.blocks[0].up
+    if isinstance(up, Fp8Linear) and device.type == "cuda":
+        for line in slow_products(up, 2 * network.config.dit.num_frame_per_block * network.config.dit.frame_seqlen):
+            warn(line)
     factor = network.config.vae.spatial_factor
     return FusedPath(
         network,
         config,
         dit,
-        FastVAE(network.vae, plan=fixed_plan()),
+        FastVAE(network.vae, plan=_plan(network, picture_hw, warn)),
         text=StreamedTextEncoder(network.text_encoder, device) if config.text == "streamed" else None,
         latent_hw=(picture_hw[0] // factor, picture_hw[1] // factor),
         kv_dtype=attention.kv_dtype or network.dtype,
@@ -83,12 +96,22 @@ def _check_weights(network: DreamZero, config: EngineConfig, like: StepPath | No
         )
 
 
+def _plan(network: DreamZero, picture_hw: tuple[int, int], warn: Callable[[str], None]) -> ConvPlan:
+    """Forms of the VAE's convolutions. On a GPU their results are compared with float32 first."""
+    plan = fixed_plan()
+    if network.device.type != "cuda":
+        return plan
+    keys = conv_keys(network.vae)
+    plan, lines = checked_plan(plan, keys, *picture_hw, frames=2, device=network.device, dtype=network.dtype)
+    for line in lines:
+        warn(line)
+    return plan
+
+
 def _attention(config: EngineConfig, network: DreamZero) -> tuple[Attention, Fp8Scales | None]:
     if config.attention == "fp8":
         scales = Fp8Scales(fp8_for(network.device))
         if network.device.type == "cpu":
             return PlainFp8Attention(scales), scales  # the twin; on a CPU everything here is one
         return CudnnFp8Attention(scales, network.device), scales
-    if config.attention == "cudnn" and network.device.type != "cuda":
-        raise ConfigError("attention: cudnn needs a GPU", got=f"device {network.device}", remedy="set attention: torch")
     return TorchAttention(cudnn=config.attention == "cudnn"), None

@@ -56,6 +56,9 @@ class DreamZeroPolicy:
         weights: where the weights come from, for people.
         random_weights: True when they were never trained.
         like: a policy of the same network whose prepared weights may be used again.
+
+    Attributes:
+        warnings: of this machine, for people.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class DreamZeroPolicy:
         self.config = config or EngineConfig.reference()
         mosaic = (2 * embodiment.view_height, 2 * embodiment.view_width)
         picture = network.config.target_video_hw or mosaic
+        self.warnings: list[str] = []
+        prepared = like.path if like is not None else None
         with on_device(network.device), no_memory_is_overload("the network"):
-            self.path: StepPath = make_path(network, self.config, picture, like.path if like is not None else None)
+            self.path: StepPath = make_path(network, self.config, picture, prepared, warn=self.warnings.append)
         self._stitch = self._make_stitch()
         self._negative = tokenizer([NEGATIVE_PROMPT])
         self._tokens: tuple[str, tuple[Tensor, Tensor]] = ("", self._negative)

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.contract.policy_thread import WARNING
 from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
@@ -34,8 +35,15 @@ def build(args: argparse.Namespace, config: EngineConfig) -> DreamZeroPolicy:
         tokenizer=args.tokenizer,
         device=args.device,
         config=config,
-        progress=lambda text, fraction: print(f"\r  {text} {fraction:.0%}   ", end="", file=sys.stderr),
+        progress=_progress,
     )
+
+
+def _progress(text: str, fraction: float) -> None:
+    if text.startswith(WARNING):
+        print(f"\n  {text}", file=sys.stderr)
+    else:
+        print(f"\r  {text} {fraction:.0%}   ", end="", file=sys.stderr)
 
 
 def reconfigured(policy: DreamZeroPolicy, config: EngineConfig) -> DreamZeroPolicy:
