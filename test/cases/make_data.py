@@ -397,6 +397,31 @@ def texts() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def devices() -> list[dict[str, Any]]:
+    """What a device is asked before it serves, small enough for a CPU."""
+    kernel = {"n": 1, "d": 3, "h": 12, "w": 20, "k": [3, 3, 3]}
+    out = [
+        _text("GPU-101", "json", "accept", "bf16 conv3d against float32", {
+            "wrong_result": "refuse or switch the algorithm, never serve"}, {
+            "cases": [{"cin": 16, "cout": 24, **kernel}, {"cin": 8, "cout": 8, **kernel}], "max_rel_err": 0.02}),
+        _text("GPU-102", "json", "accept", "layouts of a conv3d, timed", {
+            "reports": ["torch", "cudnn", "layout chosen"]}, {
+            "shape": {"n": 1, "c": 8, "d": 3, "h": 12, "w": 20, "k": 3},
+            "dtypes": ["bf16", "fp32"], "layouts": ["contiguous", "channels_last_3d"]}),
+        _text("GPU-103", "json", "accept", "8-bit products of odd widths", {
+            "no_exception": True, "max_rel_err": 0.08}, {
+            "shapes_MKN": [[1, 256, 256], [5, 250, 24], [33, 48, 8], [17, 40, 9]]}),
+        _text("GPU-104", "scenario", "accept", "a window, its restart, and a reset", {
+            "recompiles_after_warmup": 0, "graph_captures_after_warmup": 0}, {
+            "sequence": ["T=1", *["T=4"] * 5, "reset T=1", "T=4"]}),
+    ]  # fmt: skip
+    rows, columns = np.mgrid[0:11, 0:14]
+    image = np.stack([rows * 20, columns * 18, (rows + columns) % 2 * 255], axis=-1).astype(np.uint8)
+    np.savez(DATA / "gpu_105.npz", image=image)
+    return [*out, {"id": "GPU-105", "kind": "npz", "files": ["gpu_105.npz"], "verdict": "accept",
+                   "scenario": "a small picture resized on the device", "expect": {"float_first": True}}]  # fmt: skip
+
+
 def _text(id_: str, kind: str, verdict: str, scenario: str, expect: dict[str, Any], content: Any) -> dict[str, Any]:
     file = f"{id_.lower().replace('-', '_')}.{'yaml' if kind == 'yaml' else 'json'}"
     dump = yaml.safe_dump(content) if kind == "yaml" else json.dumps(content, indent=1) + "\n"
@@ -408,7 +433,7 @@ def main() -> None:
     shutil.rmtree(DATA, ignore_errors=True)
     DATA.mkdir()
     (DATA / "reference_config.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False), encoding="utf-8")
-    cases = [*recordings(), *chunks(), *texts(), *requests(DATA)]
+    cases = [*recordings(), *chunks(), *texts(), *devices(), *requests(DATA)]
     (DATA / "index.json").write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
