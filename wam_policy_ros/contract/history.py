@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -79,6 +80,7 @@ def step_ns(steps: int, control_rate_hz: float) -> int:
 class _Frame(NamedTuple):
     stamp: int  # ns; without a clock the order of arrival
     image: npt.NDArray[np.uint8]
+    owned: bool = True  # False: the image still belongs to the observation it came with
 
 
 @dataclass(frozen=True)
@@ -86,22 +88,27 @@ class DrawnFrames:
     """What one call looks at.
 
     Attributes:
-        frames: camera -> uint8 ``[T, H, W, 3]``, oldest first; T is 1 or the number of the spec's frame offsets.
+        images: camera -> T times uint8 ``[H, W, 3]``, oldest first; T is 1 or the number of the spec's frame offsets.
         reference_ns: the time the offsets count from; None without stamps.
         stamps_ns: camera -> stamps of the frames taken; None without stamps.
         off_schedule, padded: summed over cameras, see ``Selection``; without stamps only ``padded`` counts.
     """
 
-    frames: Mapping[str, npt.NDArray[np.uint8]]
+    images: Mapping[str, Sequence[npt.NDArray[np.uint8]]]
     reference_ns: int | None
     stamps_ns: Mapping[str, tuple[int, ...]] | None
     off_schedule: int
     padded: int
 
+    @cached_property
+    def frames(self) -> Mapping[str, npt.NDArray[np.uint8]]:
+        """camera -> uint8 ``[T, H, W, 3]``, a copy."""
+        return {name: np.stack(images) for name, images in self.images.items()}
+
     @property
     def info(self) -> dict[str, Any]:
         """JSON-serialisable summary."""
-        count = len(next(iter(self.frames.values())))
+        count = len(next(iter(self.images.values())))
         out: dict[str, Any] = {"frames": count, "off_schedule": self.off_schedule, "padded": self.padded}
         if self.stamps_ns is not None:
             out |= {"reference_ns": self.reference_ns, "stamps_ns": {k: list(v) for k, v in self.stamps_ns.items()}}
@@ -139,8 +146,16 @@ class FrameHistory:
         other._buffers = self._buffers  # shared safely: add puts new lists in place, it never changes one
         return other
 
-    def add(self, observation: Observation) -> None:
-        """Take the new frames of an observation; images are copied.
+    def settle(self) -> None:
+        """Copy the images that were only borrowed, see ``add``."""
+        self._buffers = {
+            name: [f if f.owned else _Frame(f.stamp, f.image.copy()) for f in frames]
+            for name, frames in self._buffers.items()
+        }
+
+    def add(self, observation: Observation, *, borrow: bool = False) -> None:
+        """Take the new frames of an observation; images are copied, or, with ``borrow``, when ``settle`` is called:
+        before the observation is given back, and when there is time for it.
 
         With stamps, frames are merged by stamp; known stamps and frames older than ``session_start_ns`` are ignored.
         Without stamps every frame is new, and ``session_start_ns`` says nothing.
@@ -165,6 +180,8 @@ class FrameHistory:
             )
         merged = self._merge_stamped(observation) if stamped else self._append_unstamped(observation)
         self._buffers, self._stamped = merged, stamped
+        if not borrow:
+            self.settle()
 
     def draw(self, first_call: bool) -> DrawnFrames:
         """The frames of this call; changes nothing.
@@ -198,7 +215,7 @@ class FrameHistory:
         stamps_ns = None
         if reference is not None:
             stamps_ns = {name: tuple(f.stamp for f in frames) for name, frames in picked.items()}
-        images = {name: np.stack([f.image for f in frames]) for name, frames in picked.items()}
+        images = {name: [f.image for f in frames] for name, frames in picked.items()}
         return DrawnFrames(images, reference, stamps_ns, off_schedule, padded)
 
     def _append_unstamped(self, observation: Observation) -> dict[str, list[_Frame]]:
@@ -207,7 +224,7 @@ class FrameHistory:
         for name, frames in self._buffers.items():
             arrival = frames[-1].stamp + 1 if frames else 0
             # Copied: a view would keep the message it came from alive, and its owner may write into it.
-            new = [_Frame(arrival + i, image.copy()) for i, image in enumerate(observation.frames[name])]
+            new = [_Frame(arrival + i, image, False) for i, image in enumerate(observation.frames[name])]
             out[name] = (frames + new)[-keep:]
         return out
 
@@ -227,7 +244,7 @@ class FrameHistory:
             by_stamp = {f.stamp: f for f in held}
             for stamp, image in zip(stamps, observation.frames[name], strict=True):
                 if stamp not in by_stamp:
-                    by_stamp[stamp] = _Frame(stamp, image.copy())
+                    by_stamp[stamp] = _Frame(stamp, image, False)
             merged[name] = [by_stamp[s] for s in sorted(by_stamp) if start is None or s >= start]
             if not merged[name]:
                 raise MissingInput(

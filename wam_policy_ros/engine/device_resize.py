@@ -26,7 +26,7 @@ from wam_policy_ros.contract.interface import CameraSpec
 
 from .preprocess import check_views, crop_box, lay_out_mosaic, mosaic_cameras, stitch_views
 
-Views = Mapping[str, npt.NDArray[np.uint8]]
+Views = Mapping[str, npt.NDArray[np.uint8] | Sequence[npt.NDArray[np.uint8]]]
 
 
 # PyTorch's CPU builds multiply four taps at a time and add the products in turn; what fills no group is fused.
@@ -114,7 +114,8 @@ class DeviceMosaic:
     def __call__(self, frames: Views) -> Tensor:
         """
         Args:
-            frames: camera name -> uint8 ``[T, H, W, 3]`` RGB of the camera's raw size, the same T for all.
+            frames: camera name -> T times uint8 ``[H, W, 3]`` RGB of the camera's raw size, the same T for all: one
+                array, or one per frame.
 
         Raises:
             MissingInput, InvalidImage: as ``stitch_views``.
@@ -122,13 +123,15 @@ class DeviceMosaic:
         check_views(frames, self._cameras)
         count = len(frames[self._cameras[0].name])
         if count > self._max_frames:
-            return stitch_views(frames, self._embodiment, self._device, cameras=self._cameras)
+            whole = {name: np.asarray(images) for name, images in frames.items()}
+            return stitch_views(whole, self._embodiment, self._device, cameras=self._cameras)
         if self._copied is not None:
             self._copied.synchronize()  # of the call before; long done
         parts, at = [], 0
         for camera, (top, left, h, w) in zip(self._cameras, self._crops, strict=True):
             part = self._staging[at : at + count * h * w * 3].view(count, h, w, 3)
-            np.copyto(part.numpy(), frames[camera.name][:, top : top + h, left : left + w])
+            for into, image in zip(part.numpy(), frames[camera.name], strict=True):
+                np.copyto(into, image[top : top + h, left : left + w])
             parts.append(part.shape)
             at += part.numel()
         pixels = self._staging[:at].to(self._device, non_blocking=True)

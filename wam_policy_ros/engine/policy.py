@@ -24,7 +24,7 @@ from wam_policy_ros.model.tokenizer import Tokenizer
 from .closed_loop import StepInputs, StepResult, closed_loop_step
 from .config import EngineConfig
 from .device import no_memory_is_overload, on_device
-from .device_resize import DeviceMosaic
+from .device_resize import DeviceMosaic, Views
 from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .inpaint import Committed
@@ -157,10 +157,10 @@ class DreamZeroPolicy:
         timer = StageTimer(self.network.device)
         with timer.stage("preprocess", host=True):
             history = session.history.copy()
-            history.add(observation)
+            history.add(observation, borrow=True)
             drawn = history.draw(first_call=session.step == 0)
             ids, mask = self._tokenize(observation.prompt)
-            images = self._stitch(drawn.frames)
+            images = self._stitch(drawn.images)
             ahead = session.ahead
             proprio = self._encode_state(observation)
         result = closed_loop_step(
@@ -178,6 +178,7 @@ class DreamZeroPolicy:
             timer=timer,
         )
         try:
+            history.settle()  # while the device works
             normalised = result.action[0].float().cpu().numpy()  # the host's only wait for the device
             with timer.stage("decode_actions", host=True):
                 rows = decode_actions(normalised, self.spec.action, self.statistics, observation.state)
@@ -285,11 +286,12 @@ class DreamZeroPolicy:
             "graphs": config.graphs,
         }
 
-    def _make_stitch(self) -> Callable[[Mapping[str, npt.NDArray[np.uint8]]], Tensor]:
+    def _make_stitch(self) -> Callable[[Views], Tensor]:
         """Camera views to the mosaic. The plain step resizes on the host, as published."""
         device = self.network.device
         if self.config.step == "plain" or device.type == "cpu":
-            return lambda views: stitch_views(views, self.embodiment, device)
+            whole = lambda views: {name: np.asarray(images) for name, images in views.items()}  # noqa: E731
+            return lambda views: stitch_views(whole(views), self.embodiment, device)
         return DeviceMosaic(self.embodiment, device, max_frames=len(self.embodiment.frame_offsets))
 
     def _tokenize(self, instruction: str) -> tuple[Tensor, Tensor]:

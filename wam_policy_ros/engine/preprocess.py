@@ -154,7 +154,11 @@ def check_views(frames: Mapping[str, Any], cameras: Sequence[CameraSpec]) -> Non
                 got=f"cameras {sorted(frames)}",
                 expected=f"cameras {[c.name for c in cameras]}",
             )
-        shape, dtype = frames[name].shape, frames[name].dtype
+        found = frames[name]
+        if isinstance(found, np.ndarray):
+            shape, dtype = found.shape, found.dtype
+        else:  # one array per frame
+            shape, dtype = (len(found), *found[0].shape), found[0].dtype
         if dtype != np.uint8 or len(shape) != 4 or shape[0] < 1 or shape[1:] != (camera.height, camera.width, 3):
             raise InvalidImage(
                 f"camera {name!r} does not have the raw size the network was trained with",
