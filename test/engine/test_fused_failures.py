@@ -148,6 +148,14 @@ def test_every_form_of_an_evaluation_is_prepared(monkeypatch, options):
     assert set(seen) <= prepared and len({s[0] for s in seen}) == 2
 
 
+def test_prepared_windows_are_used_first():
+    pool = make_policy(FUSED).path.pool
+    slots = [pool.acquire() for _ in range(3)]
+    for slot in (slots[1], slots[0], slots[2]):
+        pool.release(slot)
+    assert [pool.acquire().index for _ in range(4)] == [0, 1, 2, 3]
+
+
 def test_preparing_makes_do_with_one_window(monkeypatch):
     policy = make_policy(FUSED)
     slot = window_slots.WindowSlot

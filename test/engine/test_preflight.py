@@ -15,6 +15,7 @@ from wam_policy_ros.contract.fakes import HoldPolicy
 from wam_policy_ros.contract.policy_thread import WARNING, Phase, PolicyThread
 from wam_policy_ros.engine import build, paths, preflight
 from wam_policy_ros.engine.config import PRESETS, EngineConfig
+from wam_policy_ros.engine.fast_attention import TorchAttention
 from wam_policy_ros.engine.fp8 import E4M3FN
 from wam_policy_ros.engine.policy import with_config
 from wam_policy_ros.engine.preflight import Platform, refuse_impossible, slow_products, unwritable, warnings_of
@@ -76,6 +77,14 @@ def test_heads_a_kernel_does_not_take(on, config, width):
     dit = DiTConfig(dim=width, num_heads=1)
     with pytest.raises(ConfigError, match=f"{width} numbers per head"):
         refuse(config, on("cuda", (9, 0)), dit)
+
+
+def test_a_kernel_that_is_not_there_is_a_named_error():
+    """PyTorch built without cuDNN says so only when it is asked to run."""
+    like = torch.zeros(1, 8, 2, 16)
+    TorchAttention(cudnn=False).check(like)
+    with pytest.raises(ConfigError, match=r"cuDNN has no attention.*float32 \[1, 8, 2, 16\].*attention: torch"):
+        TorchAttention(cudnn=True).check(like)
 
 
 def test_an_option_that_changes_nothing_is_an_error():

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from wam_policy_ros.contract.errors import ConfigError
+
 from .fp8 import Fp8
 from .kernels.cudnn_attention import CudnnFp8
 
@@ -46,6 +48,21 @@ class TorchAttention:
             with sdpa_kernel(self._backends):
                 out = F.scaled_dot_product_attention(*heads_first)
         return out.transpose(1, 2)
+
+    def check(self, like: Tensor) -> None:
+        """Whether the kernel that was asked for takes ``[B, L, H, Dh]`` tensors like this one here.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        try:
+            self(like, like, like, 0)
+        except RuntimeError as error:
+            raise ConfigError(
+                "cuDNN has no attention for this network on this device",
+                got=f"{str(like.dtype).removeprefix('torch.')} {list(like.shape)}: {str(error).splitlines()[0]}",
+                remedy="set attention: torch",
+            ) from error
 
 
 class Fp8Scales:

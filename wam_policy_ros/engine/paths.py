@@ -114,4 +114,8 @@ def _attention(config: EngineConfig, network: DreamZero) -> tuple[Attention, Fp8
         if network.device.type == "cpu":
             return PlainFp8Attention(scales), scales  # the twin; on a CPU everything here is one
         return CudnnFp8Attention(scales, network.device), scales
-    return TorchAttention(cudnn=config.attention == "cudnn"), None
+    attention = TorchAttention(cudnn=config.attention == "cudnn")
+    if config.attention == "cudnn":
+        dit = network.config.dit
+        attention.check(torch.zeros(1, 64, dit.num_heads, dit.head_dim, dtype=network.dtype, device=network.device))
+    return attention, None

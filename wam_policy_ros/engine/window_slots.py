@@ -148,16 +148,18 @@ class SlotPool:
             Overloaded: no slot is free, and the device has no memory for another one.
         """
         if self._free:
-            return self._free.pop()
-        slot = self._made()
-        if slot is None:
+            slot = min(self._free, key=lambda free: free.index)  # the first ones are prepared
+            self._free.remove(slot)
+            return slot
+        made = self._made()
+        if made is None:
             raise Overloaded(
                 "no memory for another session's window",
                 got=f"{self.made} windows of {self.layout.nbytes / 2**30:.2f} GiB exist",
                 remedy="close a session",
             )
         self.made += 1
-        return slot
+        return made
 
     def _made(self) -> WindowSlot | None:
         """None: no memory. The error goes no further: its traceback would keep the buffers that there was room for."""
