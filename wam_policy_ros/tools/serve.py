@@ -7,6 +7,7 @@ chunk and ends.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -171,11 +172,20 @@ def say(level: str, line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {level:7} {line}", file=sys.stderr, flush=True)
 
 
+def quiet_process() -> None:
+    """When the policy is loaded: what may hold a request up for long, does no more."""
+    gc.collect()
+    gc.freeze()  # a network has a million objects that stay; every full collection would look at each of them
+    # The event loop waits this long for the policy's thread when that computes in Python (5 ms unless set).
+    sys.setswitchinterval(2e-4)
+
+
 def serve(args: argparse.Namespace, config: ServerConfig) -> int:
     """Until SIGINT or SIGTERM, or until the policy cannot be loaded."""
     # An Event's lock may be held by the very thread the handler interrupts; this queue is made for handlers.
     woken: queue.SimpleQueue[None] = queue.SimpleQueue()
     signals: list[int] = []
+    quiet: list[bool] = []
 
     def on_signal(number: int, frame: object) -> None:
         signals.append(number)
@@ -189,6 +199,9 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
 
     def changed() -> None:
         progress.update(owner.status)
+        if owner.status.phase is Phase.READY and not quiet:
+            quiet.append(True)
+            quiet_process()
         if owner.status.phase is Phase.FAILED:
             woken.put(None)
 

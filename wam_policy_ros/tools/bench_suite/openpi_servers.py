@@ -27,6 +27,7 @@ from wam_policy_ros.serving.codec import pack
 from wam_policy_ros.serving.config import ServerConfig
 from wam_policy_ros.serving.dialects import get_dialect, metadata
 from wam_policy_ros.serving.server import OpenPIServer
+from wam_policy_ros.tools.serve import quiet_process
 
 READY = "listening on port"
 
@@ -68,6 +69,7 @@ def run_ours(policy_s: float, connections: int) -> None:
         signal.signal(number, lambda *_: end.set())
     owner.start()
     server.start()
+    quiet_process()  # as wam serve does
     _say(server.port)
     end.wait()
     server.stop()
