@@ -209,6 +209,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 node.get_logger().warning(line)
         return run(node, stop, executor=str(node.get_parameter("executor").value))
     finally:
+        gc.unfreeze()  # what was frozen would be missed, and reported as leaked, by libraries when the process ends
         rclpy.try_shutdown()
 
 

@@ -217,6 +217,7 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        gc.unfreeze()  # what was frozen would be missed, and reported as leaked, by libraries when the process ends
     if not all(ended):
         say("warning", "a step does not end; leaving without it")
         sys.stdout.flush()
