@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import socket
 from typing import Any
 
@@ -104,9 +105,13 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
     wants_gpu = args.device.startswith("cuda") or (args.device == "auto" and bool(gpus))
     if args.device.startswith("cuda") and not gpus:
         report["problems"].append(f"device {args.device}: PyTorch {torch.__version__} sees no GPU")
-    total = gpus[0].total_memory / 2**30 if gpus and wants_gpu else None
+    total, device = None, args.device
+    if not wants_gpu:
+        total, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, "CPU"
+    elif gpus:
+        total, device = gpus[0].total_memory / 2**30, gpus[0].name
     out: dict[str, Any] = {
-        "device": f"{gpus[0].name}, {total:.0f} GiB" if total is not None else "CPU" if not wants_gpu else args.device,
+        "device": device if total is None else f"{device}, {total:.0f} GiB",
         "dtype": "bfloat16" if wants_gpu else "float32",
     }
     if network is None:
@@ -119,10 +124,10 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
         room = int((total - weights - step) / session)
         out["sessions_that_fit"] = max(room, 0)
         if room < 1:
-            report["problems"].append(f"{weights + step + session:.0f} GiB are needed, the GPU has {total:.0f} GiB")
+            report["problems"].append(f"{weights + step + session:.0f} GiB are needed, {device} has {total:.0f} GiB")
         elif room < config.max_sessions:
             report["warnings"].append(f"about {room} sessions fit, --max-sessions is {config.max_sessions}")
-    elif network["parameters"] > 1e9:
+    if not wants_gpu and network["parameters"] > 1e9:
         report["warnings"].append(f"on a CPU a step of {network['parameters'] / 1e9:.0f} B parameters takes minutes")
     return out
 
