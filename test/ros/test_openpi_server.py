@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from wam_policy_ros.contract.errors import ConfigError, EngineError, RemoteError
+from wam_policy_ros.contract.errors import ConfigError, EngineError, Overloaded, PolicyUnavailable, RemoteError
 from wam_policy_ros.contract.fakes import ScriptedPolicy, example_observation
 from wam_policy_ros.contract.interface import Observation
 from wam_policy_ros.ros.backend import _dialects
@@ -167,6 +167,37 @@ def test_what_a_client_does_wrong_is_no_fault_of_the_robot(make: Make) -> None:
     wait_for(lambda: len(system.robot.plans()) >= plans + 2)
     state = system.robot.wait_state(substate="running")
     assert not state["fault"] and not system.robot.holds() and state["counters"]["refused"] == 0
+
+
+def test_memory_that_clients_took_while_the_robot_stood_still_comes_back(make: Make) -> None:
+    class Small(ScriptedPolicy):
+        """Has memory for one session, taken at its first step."""
+
+        def infer(self, session: Any, observation: Observation, *, cancelled: Any = None) -> Any:
+            others = [s for s in self.sessions if s is not session and s.step and not s.closed]
+            if session.step == 0 and others:
+                raise Overloaded("no window is free")
+            return super().infer(session, observation, cancelled=cancelled)
+
+    policy = Small(stand, latency_s=0.01, record=True)
+    system = make(policy)
+    system.robot.wait_state(substate="running")
+    remote = client(uri(system))
+    with pytest.raises(PolicyUnavailable, match="no window is free"):
+        remote.infer(remote.open(), look())
+    change(system, "deactivate")
+    system.robot.wait_state(lifecycle="inactive")
+    remote = client(uri(system))
+    wait_for(lambda: all(s.closed for s in policy.sessions if s.step), what="the end of the robot's session")
+    session = remote.open()
+    remote.infer(session, look())
+    change(system, "activate")
+    state = system.robot.wait_state(substate="running")
+    assert not state["fault"]
+    with pytest.raises(RemoteError, match="the robot needed its memory"):
+        remote.infer(session, look(1))
+    assert not system.robot.state["fault"]
+    remote.disconnect()
 
 
 def change(system: System, transition: int) -> None:

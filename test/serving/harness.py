@@ -126,13 +126,14 @@ class Served:
     def __init__(
         self, policy: Any = None, limits: OwnerLimits | None = None, factory: Any = None, **config: Any
     ) -> None:
+        settings = ServerConfig.from_dict({"port": 0} | config)
         self.policy = policy or RememberingPolicy()
         self.lines: list[str] = []
         self.owner = PolicyThread(factory or (lambda progress: self.policy), log=self.log, limits=limits, warm_up=False)
         self.owner.start()
         if factory is None:
             wait_for(lambda: self.owner.status.phase is Phase.READY)
-        self.server = OpenPIServer(ServerConfig.from_dict({"port": 0} | config), self.owner, log=self.log)
+        self.server = OpenPIServer(settings, self.owner, log=self.log)
 
     def log(self, level: str, line: str) -> None:
         self.lines.append(f"{level}: {line}")
@@ -156,8 +157,8 @@ class Served:
 @contextmanager
 def served(policy: Any = None, **config: Any) -> Iterator[Served]:
     one = Served(policy, **config)
-    one.server.start()
     try:
+        one.server.start()
         yield one
     finally:
         if isinstance(one.policy, RememberingPolicy):

@@ -19,6 +19,7 @@ from test.serving.harness import KEYS, Client, RememberingPolicy, Served, alone,
 from wam_policy_ros.contract.errors import CheckpointError, ConfigError, Overloaded
 from wam_policy_ros.contract.policy_thread import Phase, Priority
 from wam_policy_ros.serving.codec import pack
+from wam_policy_ros.serving.wire import RequestReader, WireRules
 
 
 def same(a: Any, b: Any) -> bool:
@@ -201,6 +202,78 @@ def test_room_is_made_when_the_policy_itself_is_full():
         for name in "ab":
             assert isinstance(other.ask(request(0, name)), np.ndarray)
         assert "no window is free" in client.ask(request(0, "c")) and one.http("/readyz")[0] == 200
+
+
+class Small(RememberingPolicy):
+    """Has memory for two sessions, taken at their first step."""
+
+    def infer(self, session: Any, observation: Any, *, cancelled: Any = None) -> Any:
+        if session.step == 0 and sum(m.step > 0 for m in self.sessions.values()) >= 2:
+            raise Overloaded("no window is free")
+        return super().infer(session, observation, cancelled=cancelled)
+
+
+def robots_step(one: Served) -> Any:
+    """As the node's worker does it."""
+
+    seen = RequestReader(one.policy.spec, WireRules()).read(pack(request(9))).observation
+
+    def work(policy: Any, cancelled: Any) -> Any:
+        session = policy.open("robot")
+        try:
+            while True:
+                try:
+                    return policy.infer(session, seen)
+                except Overloaded:
+                    if not one.owner.make_room(policy):
+                        raise
+        finally:
+            policy.close(session)
+
+    return one.owner.submit(work, lane="robot", priority=Priority.ROBOT).result(5)
+
+
+def test_the_robot_gets_the_memory_and_the_client_is_told():
+    with served(Small(), errors="keep_open", dialect="openpi") as one, Client(one) as client, Client(one) as other:
+        gone = Client(one)
+        gone.ask(request(0, "gone"))
+        gone.drop()
+        wait_for(lambda: one.server.table.get("gone").left_s is not None)
+        client.ask(request(0, None))
+        robots_step(one)
+        assert one.server.table.get("gone") is None and len(one.server.table) == 1, "whom nobody uses goes first"
+        other.ask(request(0, "other"))
+        robots_step(one)
+        said = client.ask(request(1, None))
+        assert "the robot needed its memory" in said, "told once, whether or not its session has a name"
+        assert client.ask(request(1, None))["server_timing"]["history_reset"] == 1.0
+        robots_step(one)
+        assert client.ask({"endpoint": "reset"}) == "reset successful" and len(one.server.table) <= 1
+        other.ask({"endpoint": "reset"})
+        with pytest.raises(Overloaded):
+            one.owner.submit(lambda policy, cancelled: _full(one, policy), lane="x").result(5)
+        assert one.http("/readyz")[0] == 200
+
+
+def _full(one: Served, policy: Any) -> None:
+    assert not one.owner.make_room(policy), "nobody has anything to give"
+    raise Overloaded("no window is free")
+
+
+def test_a_step_that_waits_for_a_session_that_had_to_go_does_not_begin():
+    with served(errors="keep_open") as one, Client(one) as client:
+        client.ask(request(0, "a"))
+        go = threading.Event()
+        one.owner.submit(lambda policy, cancelled: go.wait(5), lane="before")
+        client.send(request(1, "a"))
+        wait_for(lambda: one.owner.waiting == 1)
+        room = one.owner.submit(
+            lambda policy, cancelled: one.owner.make_room(policy), lane="robot", priority=Priority.ROBOT
+        )
+        go.set()
+        assert room.result(5) and "the robot needed its memory" in client.receive()
+        assert not one.policy.sessions and not len(one.server.table)
+        assert same(client.ask(request(1, "a")), alone(request(1, "a"))[0]), "told once"
 
 
 def test_many_robots_on_one_connection_are_refused_rather_than_swapped():

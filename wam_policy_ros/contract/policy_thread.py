@@ -173,6 +173,7 @@ class PolicyThread:
         self._status = OwnerStatus()
         self._listeners: list[Callable[[], None]] = []
         self._farewells: list[Callable[[Policy], None]] = []
+        self._yielders: list[Callable[[Policy], bool]] = []
         self._thread = threading.Thread(target=self._run, name="wam_policy_owner", daemon=True)
 
     # -- any thread -------------------------------------------------------------------------------------------------
@@ -191,6 +192,15 @@ class PolicyThread:
         to close sessions that are still open. Several are called in their order; an error is logged."""
         with self._cond:
             self._farewells.append(farewell)
+
+    def at_need(self, yielder: Callable[[Policy], bool]) -> None:
+        """Have ``yielder`` called, in the owner's thread, when the robot's step finds no memory: it ends one session of
+        its own and returns True, or False when it has none."""
+        self._yielders = [*self._yielders, yielder]
+
+    def make_room(self, policy: Policy) -> bool:
+        """For the robot's job, whose step was ``Overloaded``: True when memory was given up and it may try again."""
+        return any(yielder(policy) for yielder in self._yielders)
 
     @property
     def status(self) -> OwnerStatus:

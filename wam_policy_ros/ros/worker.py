@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wam_policy_ros.contract.errors import Cancelled, EngineError, NotReady, Superseded, WamError
+from wam_policy_ros.contract.errors import Cancelled, EngineError, NotReady, Overloaded, Superseded, WamError
 from wam_policy_ros.contract.interface import ActionChunk, EncodesAhead, Observation, Policy
 from wam_policy_ros.contract.policy_thread import (
     AskCancelled,
@@ -216,7 +216,17 @@ class InferenceWorker:
         observation = request.observation.materialise(policy.spec.cameras, first_call=episode.calls == 0)
         observation = replace(observation, want_video=self._video_wanted())
         started_s = time.monotonic()
-        chunk = policy.infer(episode.session, observation, cancelled=lambda: cancelled() or self._void(generation))
+
+        def unwanted() -> bool:
+            return cancelled() or self._void(generation)
+
+        while True:
+            try:
+                chunk = policy.infer(episode.session, observation, cancelled=unwanted)
+                break
+            except Overloaded:  # clients have the memory
+                if not self.owner.make_room(policy):
+                    raise
         episode.calls += 1
         return chunk, observation, started_s, time.monotonic()
 

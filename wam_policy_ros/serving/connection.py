@@ -226,6 +226,7 @@ class Connection:
             and protocol.close_rcvd_then_sent
             and protocol.close_rcvd.code in (1000, 1001)
         )
+        self._server.table.forget_loss(self._own_key)
         over = [s for s in mine if bye or s.private or not s.steps or not self._server.config.resume_s]
         self._server.table.leave(s for s in mine if s not in over)
         await self._server.free(over, "client left" if bye else "connection lost")
@@ -290,6 +291,8 @@ class Connection:
                     )
             for name in request.session_ids:
                 table.forget_loss(name)
+        if request.session_ids is None and self._current is not None:
+            table.forget_loss(self._current.key)
         await self._server.free(list(dict.fromkeys(sessions)), "reset")
         await self._socket.send(RESET_ACK)
 
@@ -311,6 +314,9 @@ class Connection:
                 if session.handle is not None or not await self._server.reclaim():
                     raise
                 answered = await self._step(item, session, request)
+        except SessionError:
+            self._server.table.forget_loss(session.key)  # its client is told now
+            raise
         finally:
             session.busy -= 1
             if session.handle is None:  # its first step failed: as if it had never been

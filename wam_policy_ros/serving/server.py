@@ -7,6 +7,7 @@ which the node and the server may share.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import socket
@@ -35,6 +36,8 @@ except ModuleNotFoundError as error:
     raise MissingDependency(str(error.name), "serve", "the OpenPI server") from error
 
 SWEEP_S = 0.5
+YIELD_S = 0.5
+"""What the robot's step waits for the event loop to give a session up."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -75,6 +78,7 @@ class OpenPIServer:
         self._misfit: str | None = None
         self.stopping = False
         self._thread = threading.Thread(target=self._run, name="wam_openpi_server", daemon=True)
+        owner.at_need(self._yield_to_robot)
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -276,6 +280,35 @@ class OpenPIServer:
         self.table.freeing += len(held)
         done.add_done_callback(lambda _: self.table.made_room(len(held)))
         return asyncio.shield(done)
+
+    def _yield_to_robot(self, policy: Policy) -> bool:
+        """In the policy's thread, in the robot's step, which found no memory: end one session of a client."""
+        if self._loop is None:
+            return False
+        picked: concurrent.futures.Future[ServedSession | None] = concurrent.futures.Future()
+        _call(self._loop, lambda: self._pick_for_robot(picked))
+        try:
+            session = picked.result(YIELD_S)
+        except TimeoutError:
+            if picked.cancel():
+                return False
+            session = picked.result()
+        if session is None or session.handle is None:
+            return False
+        handle, session.handle = session.handle, None
+        policy.close(handle)
+        return True
+
+    def _pick_for_robot(self, picked: concurrent.futures.Future[ServedSession | None]) -> None:
+        if not picked.set_running_or_notify_cancel():
+            return
+        session = self.table.least_missed()
+        if session is not None:
+            reason = "the robot needed its memory"
+            self.log("warning", f"session {session.key!r} ends: {reason}")
+            self.table.remove(session, reason)
+            self.metrics.freed.labels("robot").inc()
+        picked.set_result(session)
 
     async def reclaim(self) -> bool:
         """Make room by ending what a client left behind. False when there is nothing of that kind."""

@@ -31,6 +31,7 @@ class ServedSession:
         steps: answered requests.
         cameras: wire keys of its pictures, fixed by the first request.
         seed: of its noise.
+        lost: why it ended without its client's wish; a step of it that still waits must not begin.
         used_s: ``time.monotonic`` of the last request, left_s: of the loss of its connection.
         busy: requests in the policy's queue or running.
     """
@@ -42,6 +43,7 @@ class ServedSession:
     steps: int = 0
     cameras: tuple[str, ...] | None = None
     seed: int | None = None
+    lost: str | None = None
     used_s: float = field(default_factory=time.monotonic)
     left_s: float | None = None
     busy: int = 0
@@ -137,11 +139,18 @@ class SessionTable:
                     return old
         return None
 
+    def least_missed(self) -> ServedSession | None:
+        """The session to end when the robot needs its memory: one that waits for a lost client rather than one in use,
+        the one not used for the longest time. None: none holds memory."""
+        held = [s for s in self._sessions.values() if s.handle is not None]
+        return min(held, key=lambda s: (s.left_s is None, s.busy > 0, s.used_s), default=None)
+
     def remove(self, session: ServedSession, lost: str | None = None) -> None:
         """Forget a session. ``lost``: why, for its client, who did not ask for it."""
         if self._sessions.get(session.key) is session:
             del self._sessions[session.key]
-        if lost is not None and not session.private and session.steps:
+        session.lost = lost or session.lost
+        if lost is not None and (session.steps or session.handle is not None):
             self._lost[session.key] = lost
             while len(self._lost) > MAX_LOST:
                 self._lost.popitem(last=False)

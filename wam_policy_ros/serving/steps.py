@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from wam_policy_ros.contract.errors import ObservationError
+from wam_policy_ros.contract.errors import ObservationError, SessionError
 from wam_policy_ros.contract.interface import ActionChunk, Policy, PolicySpec
 from wam_policy_ros.contract.policy_thread import AskCancelled, Ticket
 
@@ -74,6 +74,8 @@ def job(dialect: Dialect, session: ServedSession, request: InferRequest) -> Call
     def work(policy: Policy, cancelled: AskCancelled) -> Answered:
         start_s = time.monotonic()
         handle = session.handle
+        if session.lost is not None:
+            raise SessionError(f"the session has ended: {session.lost}", remedy="start afresh with a new session")
         if handle is None:
             handle = policy.open(None if session.private else session.key, seed=request.seed)
         try:
