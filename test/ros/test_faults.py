@@ -160,7 +160,7 @@ def test_refusals_in_a_row_latch(param: dict[str, Any], refused: int) -> None:
 
 def test_clamping_is_counted_and_said() -> None:
     def swift(rows: np.ndarray) -> np.ndarray:
-        rows[:, 2] += np.linspace(0, 2.2, 24)
+        rows[:, 2] += np.linspace(0, 2.8, 24)
         return rows
 
     rig = running(bad(swift, 8, 8), **{"safety.on_violation": "clamp", "safety.max_velocity": 1.8})

@@ -61,11 +61,10 @@ def test_an_hour_of_delays_drops_and_reorderings() -> None:
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_trajectories_that_arrive_late_at_the_controller(absolute: bool) -> None:
-    """The plan is made for the moment it is sent. With a zero stamp a delay of 0 to 3 ms shifts it, and what the arm
-    then feels beyond the limits is bounded by 6 v s / h**2, v the speed, s the change of the delay, h at least one
-    step. With absolute stamps nothing is shifted; only the first segment begins a little later on the old plan."""
+    """A plan is made for the moment it is sent. The controller begins it 0 to 3 ms later, as control.jitter_s allows
+    for, so from another place of the plan before."""
     rng = np.random.default_rng(1)
     stamp = "absolute" if absolute else "zero"
     rig = Rig(wander(), lambda call: 0.3, lambda: float(rng.uniform(0.0, 0.003)), **{"control.stamp": stamp})
     rig.play(120.0)
-    inside_the_limits(rig, slack=1.01 if absolute else 1.0 + 6 * 1.4 * 0.003 * 225 / 10)
+    inside_the_limits(rig)

@@ -8,7 +8,7 @@ import pytest
 from test.contract.motion import T0, broken_at_500_hz, limits
 from wam_policy_ros.contract.plan import Plan
 from wam_policy_ros.ros.messages import Trajectory
-from wam_policy_ros.ros.outputs import HOLD_S, JointCommandStream, TrajectoryOutput
+from wam_policy_ros.ros.outputs import BRAKING, HOLD_S, JointCommandStream, TrajectoryOutput
 
 S = 10**9
 
@@ -57,8 +57,8 @@ def test_a_hold_brakes_within_the_limits_of_acceleration(speed: float, accelerat
     output.hold(T0 + 550_000_000)
     assert output.plan is not None and not broken_at_500_hz(output.plan, allowed)
     way = abs(sent[1].positions[0, 0] - 0.55 * speed)
-    assert way <= max(speed**2 / acceleration, abs(speed) * HOLD_S) / 2 + 1e-9, "no further than braking takes"
-    assert sent[1].times_s[0] <= max(HOLD_S, abs(speed) / acceleration) + 1e-9
+    assert way <= max(speed**2 / acceleration / BRAKING, abs(speed) * HOLD_S) / 2 + 1e-9, "no further"
+    assert sent[1].times_s[0] <= max(HOLD_S, abs(speed) / acceleration / BRAKING) + 1e-9
 
 
 def test_a_hold_without_velocities_stops_at_once() -> None:

@@ -11,7 +11,7 @@ clipped to their range and limited in speed, and their velocities neither oversh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from .errors import ConfigError, LimitViolation
 from .hermite import Cubics, Floats, evaluate, minmod
 from .limits import JointLimits
 from .plan import Plan
-from .safety import Violation, first_step, outside, row_speed, violation
+from .safety import Violation, first_step, outside, row_speed, too_sharp, violation
 
 PEAK = 1.5
 """Highest speed of a cubic that does not overshoot, over its mean speed."""
@@ -31,6 +31,9 @@ BRAKES = (0, 2, 4, 8, 16)
 
 EASES = (0, 2, 4, 8, 12)
 """Rows over which a robot at rest gets up to speed, tried in this order."""
+
+CALM = 0.7
+"""Part of the limits of acceleration that a plan gets along with when it can."""
 
 RAMP = 2
 """Rows in which a plan that is slowed down gets from the robot's speed to its own."""
@@ -50,6 +53,9 @@ class Rules:
         max_excess: clamping is for values up to ``1 + max_excess`` times their limit; what is beyond is refused.
         max_outside: positions further outside their limits than this (joint units) are refused in every mode: nobody
             asked for them, they are degrees or a different joint.
+        jitter_s: the controller begins a plan up to so much later after its publication than the plan before, or
+            earlier; the limits are kept all the same. Without velocities it is not looked at.
+        absolute: the controller is told when to begin, so it only begins late, and ends in time.
     """
 
     blend_steps: int = 6
@@ -57,9 +63,11 @@ class Rules:
     clamp: bool = False
     max_excess: float = 0.5
     max_outside: float = 0.1
+    jitter_s: float = 0.0
+    absolute: bool = False
 
     def __post_init__(self) -> None:
-        if self.blend_steps < 0 or self.max_excess < 0 or self.max_outside < 0:
+        if min(self.blend_steps, self.max_excess, self.max_outside, self.jitter_s) < 0:
             raise ConfigError("rules for joining chunks", got=self, expected="nothing negative")
 
 
@@ -116,7 +124,7 @@ def join(
     arm = ~limits.gripper
     clamped: list[str] = []
     times_ns = now_ns + np.rint(np.concatenate([[0.0], times_s]) * 1e9).astype(np.int64)
-    kept, _ = old.sample(times_ns[1:])
+    kept, kept_rates = old.sample(times_ns[1:])
     targets = np.where(arm, targets, np.clip(targets, limits.position_min, limits.position_max))
     # Far away first: what comes after may be asked for by a policy that means well.
     if (worst := outside(targets, limits, by=rules.max_outside)) is not None:
@@ -136,29 +144,64 @@ def join(
     start = old.state_at(now_ns)
     step_ns = times_ns[2] - times_ns[1] if len(times_ns) > 2 else times_ns[1] - times_ns[0]
     before = old.at(int(times_ns[1] - step_ns))
-    for shape in _shapes(rules, len(targets), at_rest):
+    wanted = velocities(targets, times_s, before=(before, times_s[0] - step_ns * 1e-9))
+    gripper = _gripper(times_ns, start, targets, limits)
+    for allowed, shape in _tries(limits, rules, len(targets), at_rest):
         if shape.speed < 1.0 and (worst is None or worst.excess > rules.max_excess):
             break
-        rows = targets.copy()
+        rows, rates = targets, wanted
         if shape.blend:
-            w = smoothstep(shape.blend, len(rows))[:, None]
-            rows[:, arm] = (kept + w * (targets - kept))[:, arm]
-        plan = _plan(times_ns, start, before, rows, limits, rules, shape)
-        found = violation(plan, limits, start[1])
+            w, slope = smoothstep(shape.blend, len(targets))
+            w, slope = w[:, None], slope[:, None] / (step_ns * 1e-9)
+            rows = kept + w * (targets - kept)
+            rates = kept_rates + w * (wanted - kept_rates) + slope * (targets - kept)
+            rates[-1] = 0.0
+        plan = _plan(times_ns, start, rows, rates, gripper, limits, rules, shape)
+        # The cheap question first: of a chunk that is refused in the end, every way is tried while the robot waits.
+        if (found := too_sharp(plan, allowed, start[1])) is None:
+            plan = _inside(plan, limits)
+            found = violation(plan, allowed, start[1]) or _jittered(plan, old, allowed, rules)
         if found is None:
             if worst is not None and (shape.speed < 1.0 or too_fast is not None):
                 clamped.append(f"{(too_fast or worst).text()}; the plan runs at {shape.speed:.0%} of its speed")
             step = float(np.abs(targets[0] - kept[0])[arm].max(initial=0.0))
             return Joined(plan, tuple(clamped), step, shape.blend, shape.ease, shape.brake)
-        worst = found if worst is None or found.excess < worst.excess else worst
+        if allowed is limits and (worst is None or found.excess < worst.excess):
+            worst = found
     assert worst is not None
     raise _refused(worst)
 
 
-def smoothstep(steps: int, count: int) -> Floats:
-    """``[count]`` weights of the new chunk: from just above 0 to 1 after ``steps`` rows, with no kink at either end."""
+def _jittered(plan: Plan, old: Plan, limits: JointLimits, rules: Rules) -> Violation | None:
+    """The limit that the first segment breaks when the controller begins the plan at another moment than it was made
+    for: it then starts from another place of the old plan."""
+    if not rules.jitter_s or plan.velocities is None:
+        return None
+    by_ns = round(rules.jitter_s * 1e9)
+    for late_ns in (by_ns,) if rules.absolute else (by_ns, -by_ns):
+        q, v = old.state_at(int(plan.times_ns[0]) + late_ns)
+        times_ns = plan.times_ns[:2] + np.array([late_ns if rules.absolute else 0, 0])
+        q, v = np.stack([q, plan.positions[1]]), np.stack([v, plan.velocities[1]])
+        if (found := too_sharp(Plan(times_ns, q, v), limits)) is not None:
+            return found
+    return None
+
+
+def smoothstep(steps: int, count: int) -> tuple[Floats, Floats]:
+    """Weights ``[count]`` of the new chunk, from just above 0 to 1 after ``steps`` rows, without a kink at either end,
+    and their slopes per row."""
     u = np.clip(np.arange(1, count + 1) / (steps + 1), 0.0, 1.0)
-    return np.asarray(u * u * (3.0 - 2.0 * u))
+    return np.asarray(u * u * (3.0 - 2.0 * u)), np.asarray(6.0 * u * (1.0 - u) / (steps + 1))
+
+
+def _tries(limits: JointLimits, rules: Rules, count: int, at_rest: bool) -> Iterator[tuple[JointLimits, _Shape]]:
+    """A plan at the limits leaves the next one little choice, so calmer ones come first."""
+    shapes = list(_shapes(rules, count, at_rest))
+    if at_rest:
+        yield limits, shapes[0]
+    calm = replace(limits, acceleration=CALM * limits.acceleration)
+    yield from ((calm, shape) for shape in shapes if shape.speed == 1.0)
+    yield from ((limits, shape) for shape in shapes)
 
 
 def _shapes(rules: Rules, count: int, at_rest: bool) -> Iterator[_Shape]:
@@ -177,28 +220,35 @@ def _shapes(rules: Rules, count: int, at_rest: bool) -> Iterator[_Shape]:
 def _plan(
     times_ns: np.ndarray,
     start: tuple[Floats, Floats],
-    before: Floats,
     rows: Floats,
+    rates: Floats,
+    gripper: tuple[Floats, Floats],
     limits: JointLimits,
     rules: Rules,
     shape: _Shape,
 ) -> Plan:
     times_s = np.asarray((times_ns - times_ns[0]) * 1e-9)
-    step_s = times_s[2] - times_s[1] if len(times_s) > 2 else times_s[1]
-    rates = velocities(rows, times_s[1:], before=(before, times_s[1] - step_s))
     q = np.concatenate([start[0][None], rows])
     v = np.concatenate([start[1][None], rates])
     if shape.speed < 1.0 or shape.ease or shape.brake:
         q, v = _paced(times_s, q, v if rules.with_velocities else None, shape)
         v[0] = start[1]
-    _gripper(times_s, q, v, rows, limits)
-    if not rules.with_velocities:
-        return Plan(times_ns, q)
-    # Two rows close to a limit can lead a cubic beyond it.
-    low, high = Cubics.through(times_s, q, v).range()
+    q[:, limits.gripper], v[:, limits.gripper] = gripper
+    return Plan(times_ns, q, v if rules.with_velocities else None)
+
+
+def _inside(plan: Plan, limits: JointLimits) -> Plan:
+    """Two rows close to a limit can lead a cubic beyond it."""
+    if plan.velocities is None:
+        return plan
+    times_s, q = plan.times_s, plan.positions
+    low, high = Cubics.through(times_s, q, plan.velocities).range()
     bulges = ((low < limits.position_min) | (high > limits.position_max)).any(axis=0) & ~limits.gripper
+    if not bulges.any():
+        return plan
+    v = plan.velocities.copy()
     v[1:, bulges] = minmod(times_s, q)[1:, bulges]
-    return Plan(times_ns, q, v)
+    return Plan(plan.times_ns, q, v)
 
 
 def _paced(times_s: Floats, q: Floats, v: Floats | None, shape: _Shape) -> tuple[Floats, Floats]:
@@ -225,15 +275,20 @@ def _paced(times_s: Floats, q: Floats, v: Floats | None, shape: _Shape) -> tuple
     return positions, np.asarray(rates * pace[:, None])
 
 
-def _gripper(times_s: Floats, q: Floats, v: Floats, rows: Floats, limits: JointLimits) -> None:
-    """Fill in the gripper's columns of ``q`` and ``v``: towards the rows as fast as allowed, on the rows' own times."""
-    for j in np.flatnonzero(limits.gripper):
-        top, v0 = limits.velocity[j], v[0, j]
-        for k in range(1, len(q)):
-            reach = (top - (abs(v0) / 2 if k == 1 else 0.0)) * (times_s[k] - times_s[k - 1]) / PEAK
-            q[k, j] = q[k - 1, j] + np.clip(rows[k - 1, j] - q[k - 1, j], -reach, reach)
-        v[:, j] = minmod(times_s, q[:, j : j + 1])[:, 0]
-        v[0, j] = v0
+def _gripper(
+    times_ns: np.ndarray, start: tuple[Floats, Floats], targets: Floats, limits: JointLimits
+) -> tuple[Floats, Floats]:
+    """Positions and velocities ``[M + 1, G]`` of the grippers: towards their targets as fast as allowed, on the rows'
+    own times."""
+    times_s, columns = np.asarray((times_ns - times_ns[0]) * 1e-9), np.flatnonzero(limits.gripper)
+    q = np.concatenate([start[0][None], targets])[:, columns]
+    v0, top = np.abs(start[1][columns]), limits.velocity[columns]
+    for k in range(1, len(q)):
+        reach = (top - (v0 / 2 if k == 1 else 0.0)) * (times_s[k] - times_s[k - 1]) / PEAK
+        q[k] = q[k - 1] + np.clip(q[k] - q[k - 1], -reach, reach)
+    v = minmod(times_s, q)
+    v[0] = start[1][columns]
+    return q, v
 
 
 def _refused(worst: Violation, *, far: bool = False) -> LimitViolation:

@@ -169,6 +169,12 @@ def violation(plan: Plan, limits: JointLimits, start_velocity: Floats | None = N
             row, column = np.argwhere(out)[0]
             at = float(value[row, column])
             return Violation("position", limits.names[column], int(row), at, float(limit[column]))
+    return too_sharp(plan, limits, start_velocity)
+
+
+def too_sharp(plan: Plan, limits: JointLimits, start_velocity: Floats | None = None) -> Violation | None:
+    """As ``violation``, but speed and acceleration only."""
+    cubics = Cubics.through(plan.times_s, plan.positions, plan.velocities)
     fast = _worst("speed", cubics.highest_speed(), limits.velocity, limits.names)
     return fast or _worst(
         "acceleration", _acceleration(plan, cubics, start_velocity), limits.acceleration, limits.names

@@ -59,6 +59,8 @@ class Motion:
             clamp=params.safety_on_violation == "clamp",
             max_excess=params.safety_clamp_excess,
             max_outside=params.safety_clamp_outside,
+            jitter_s=params.control_jitter_s,
+            absolute=params.control_stamp == "absolute",
         )
 
     def activate(self, spec: PolicySpec, limits: JointLimits) -> None:

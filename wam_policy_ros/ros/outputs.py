@@ -16,6 +16,9 @@ from .messages import Trajectory
 HOLD_S = 0.2
 """How far ahead the hold point lies, in seconds, unless the robot is too fast to stop so soon."""
 
+BRAKING = 0.9
+"""Part of the limit of acceleration that a hold uses: the controller may begin it a little later than it was sent."""
+
 
 class TrajectoryOutput:
     """Streams trajectories to a controller.
@@ -114,7 +117,7 @@ class TrajectoryOutput:
             return Plan(times, np.stack([q, q]))
         target, time_s = q.copy(), HOLD_S
         if self._limits is not None:
-            a, arm = self._limits.acceleration, ~self._limits.gripper
+            a, arm = BRAKING * self._limits.acceleration, ~self._limits.gripper
             time_s = max(HOLD_S, float((np.abs(v) / a)[arm].max(initial=0.0)))
             with np.errstate(divide="ignore", invalid="ignore"):
                 b = np.nan_to_num((4.0 - a * time_s / np.abs(v)) / 6.0, nan=0.0, posinf=0.0, neginf=0.0)

@@ -332,6 +332,14 @@ class NodeParameters:
     control_min_lead_s: float = _p(
         0.0, "control.min_lead_s", "rows due sooner than this are dropped; 0: one step", unit="s", low=0.0, high=1.0
     )
+    control_jitter_s: float = _p(
+        0.003,
+        "control.jitter_s",
+        "from publication to the controller's start, trajectories differ by at most this; limits are kept all the same",
+        unit="s",
+        low=0.0,
+        high=0.02,
+    )
     control_publish_velocities: bool = _p(
         True, "control.publish_velocities", "complete velocities, the last zero; false: positions only"
     )
