@@ -39,6 +39,19 @@ def test_dry_run_of_a_good_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said["dialects"]["openpi_droid"].startswith("not served")
 
 
+@pytest.mark.parametrize(
+    ("preset", "weights", "window"), [("reference", 42.7, 9.4), ("bf16", 42.7, 13.1), ("fp8", 17.0, 7.1)]
+)
+def test_dry_run_knows_how_much_memory_a_preset_takes(
+    preset: str, weights: float, window: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the published sizes: 8-bit weights and windows take half, and the text encoder waits on the host."""
+    words = ("--random-weights", "14b", "--device", "cuda", "--preset", preset, "--dry-run", "--port", "0")
+    memory = report(capsys, *words)[1]["memory"]
+    assert (memory["weights_GiB"], memory["per_session_GiB"]) == pytest.approx((weights, window), abs=0.1)
+    assert memory["step_GiB"] == 8.0
+
+
 def test_dry_run_names_what_would_not_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path / "ckpt")
     (folder / "experiment_cfg" / "metadata.json").unlink()

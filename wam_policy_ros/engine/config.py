@@ -178,8 +178,8 @@ class EngineConfig:
 
     @property
     def tier(self) -> str:
-        """``reference``: an algorithm upstream ships, as published; ``numeric``: the same one with other rounding;
-        ``behavioural``: another one, with another result."""
+        """Against upstream's code at the same schedule and guidance. ``reference``: the algorithm as published;
+        ``numeric``: the same one with other rounding; ``behavioural``: one that upstream does not ship."""
         if self.guidance_steps is not None or self.schedule in BENCHMARK_ONLY:
             return "behavioural"
         return "reference" if self.step == "plain" else "numeric"

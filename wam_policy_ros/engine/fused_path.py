@@ -154,6 +154,8 @@ class FusedPath:
         windows: list[WindowState] = []
         try:
             for number in range(PREPARED_WINDOWS):
+                if windows and not self._has_room():
+                    break
                 try:
                     state = self.restarted(WindowState(), first, prompt, negative, ResetReason.FIRST_CALL)
                 except Overloaded:
@@ -173,6 +175,15 @@ class FusedPath:
         finally:
             for state in reversed(windows):
                 self.let_go(state, WindowState())
+
+    def _has_room(self) -> bool:
+        """Whether another window would leave as much again for what a step needs beside it."""
+        device = self.network.device
+        if device.type != "cuda":
+            return True
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free > 2 * self.pool.layout.nbytes
 
     def _forms(self) -> set[tuple[bool, int]]:
         """Every ``_form`` that occurs with this schedule."""

@@ -1,7 +1,7 @@
 """Which of the solver's steps evaluate the network; the others reuse the last flow (DreamZero spec 4.6).
 
-All schedules but ``full`` are *behavioural*: a different algorithm with a different result. The static mask of eight is
-what upstream ships as its default.
+Compared with ``full`` all of them are another algorithm with another result, which is why every report names its
+evaluations. The static masks, of which eight is the default, and the dynamic rule are what upstream ships.
 
 ``dynamic_best`` is for benchmarks only: the steps that the dynamic rule evaluates when every cosine is above 0.95. The
 rule decides by the flows, so with other flows it evaluates more; a robot runs ``dynamic``.

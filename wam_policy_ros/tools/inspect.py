@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from wam_policy_ros.contract.errors import CheckpointError, WamError
 from wam_policy_ros.engine.survey import Robot, Survey, fault_lines, survey
+from wam_policy_ros.engine.window_slots import SlotLayout
 from wam_policy_ros.model.checkpoint import CheckpointFolder, read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import CheckpointFileError
+from wam_policy_ros.model.fp8_layout import is_fp8_weight
 from wam_policy_ros.model.key_maps import COMPONENTS
 from wam_policy_ros.model.tokenizer import UMT5Tokenizer
 
@@ -67,6 +71,7 @@ def network_report(config: DreamZeroConfig) -> dict[str, Any]:
 
 def _network(config: DreamZeroConfig, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     counts: dict[str, list[int]] = {title: [0, 0] for title in COMPONENTS.values()}
+    eight = 0
     for name, shape in expected.items():
         title = next(t for prefix, t in COMPONENTS.items() if name.startswith(prefix))
         size = 1
@@ -74,6 +79,7 @@ def _network(config: DreamZeroConfig, expected: Mapping[str, tuple[int, ...]]) -
             size *= n
         counts[title][0] += 1
         counts[title][1] += size
+        eight += size if is_fp8_weight(name) else 0
     dit = config.dit
     parameters = sum(p for _, p in counts.values())
     window = 2 * (dit.local_attn_size - dit.num_frame_per_block) * dit.frame_seqlen * dit.dim * 2 * dit.num_layers * 2
@@ -86,8 +92,22 @@ def _network(config: DreamZeroConfig, expected: Mapping[str, tuple[int, ...]]) -
         "decoupled_noise": config.decouple_inference_noise,
         "bf16_weights_GiB": round(parameters * 2 / 2**30, 2),
         "bf16_session_GiB": round(window / 2**30, 2),
+        "eight_bit_parameters": eight,  # of an FP8 checkpoint
+        "fused_session_GiB": {name: round(_slot(config, t) / 2**30, 2) for name, t in _WINDOWS.items()},
         "ignored_config_keys": list(config.ignored),
     }
+
+
+_WINDOWS = {"native": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+def _slot(config: DreamZeroConfig, kv_dtype: torch.dtype) -> int:
+    """Bytes of a session's window in the fused step with guidance, in bf16."""
+    dit = config.dit
+    return SlotLayout.of(
+        dit, branches=2, latent_frames=config.latent_frames, latent_hw=(4, dit.frame_seqlen),
+        dtype=torch.bfloat16, kv_dtype=kv_dtype, device=torch.device("meta"),
+    ).nbytes  # fmt: skip
 
 
 def _files(folder: CheckpointFolder) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from wam_policy_ros.serving.dialects import DIALECTS, check_fit, get_dialect
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 STEP_GIB_14B = 8.0
-"""Room a step of the 14B network takes beside weights and windows (activations, VAE); an upper estimate."""
+"""Room a step of the published network takes beside weights and windows (activations, VAE): the plain step's."""
+PARAMETERS_14B = 22.92e9
 
 
 def dry_run(args: argparse.Namespace, config: ServerConfig) -> int:
@@ -28,7 +29,7 @@ def dry_run(args: argparse.Namespace, config: ServerConfig) -> int:
     report["memory"] = None if args.fake else _memory(args, config, report)
     report["endpoint"] = _endpoint(config, report)
     report["dialects"] = _dialects(config, spec, report)
-    report.pop("_network", None)
+    report.pop("_network", None), report.pop("_engine", None)
     if args.json:
         print(json.dumps(report, indent=1))
     else:
@@ -90,6 +91,7 @@ def _engine_options(args: argparse.Namespace, report: dict[str, Any]) -> None:
     gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
     try:
         config = EngineConfig.preset(args.preset, torch.device("cuda" if gpu else "cpu"), **options)
+        report["_engine"] = config
         report["engine"] = f"{config.evaluations_text} evaluations, tier {config.tier}"
     except (WamError, TypeError) as error:
         report["problems"].append(f"engine options: {error}")
@@ -116,9 +118,8 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
     }
     if network is None:
         return out
-    factor = 1 if wants_gpu else 2
-    weights, session = network["bf16_weights_GiB"] * factor, network["bf16_session_GiB"] * factor
-    step = STEP_GIB_14B * network["parameters"] / 14e9
+    weights, session = (round(n * (1 if wants_gpu else 2), 2) for n in _sizes(network, report.get("_engine")))
+    step = STEP_GIB_14B * network["parameters"] / PARAMETERS_14B
     out |= {"weights_GiB": weights, "per_session_GiB": session, "step_GiB": round(step, 1)}
     if total is not None and session:
         room = int((total - weights - step) / session)
@@ -130,6 +131,18 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
     if not wants_gpu and network["parameters"] > 1e9:
         report["warnings"].append(f"on a CPU a step of {network['parameters'] / 1e9:.0f} B parameters takes minutes")
     return out
+
+
+def _sizes(network: dict[str, Any], engine: Any) -> tuple[float, float]:
+    """GiB of the weights on the device and of a session's window, as this engine keeps them in bf16."""
+    weights, session = network["bf16_weights_GiB"], network["bf16_session_GiB"]
+    if engine is None or engine.step == "plain":
+        return weights, session
+    if engine.linears == "fp8":
+        weights -= network["eight_bit_parameters"] / 2**30
+    if engine.text == "streamed":
+        weights -= 2 * network["components"]["umT5 text encoder"]["parameters"] / 2**30
+    return weights, network["fused_session_GiB"]["fp8" if engine.attention == "fp8" else "native"]
 
 
 def _endpoint(config: ServerConfig, report: dict[str, Any]) -> list[str]:
