@@ -17,7 +17,7 @@ from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.fp8 import E4M3FN, E4M3FNUZ
-from wam_policy_ros.engine.fp8_checkpoint import load_network, online, write_fp8_checkpoint
+from wam_policy_ros.engine.fp8_checkpoint import converted_format, load_network, online, write_fp8_checkpoint
 from wam_policy_ros.engine.policy import with_config
 from wam_policy_ros.engine.quantize import native_weight
 from wam_policy_ros.engine.survey import survey
@@ -124,6 +124,16 @@ def test_small_and_complete(source, pristine):
     assert manifest["source_sha256"]["model-00001-of-00003.safetensors"] == expected
     assert manifest["source"] == "DreamZero-Tiny" and len(manifest["source_sha256"]) == 4
     assert survey(read_folder(pristine)).faults() == []
+
+
+def test_every_byte_means_the_same_on_gfx942():
+    """NaN included: a damaged weight must not become a number."""
+    name = "model.blocks.0.ffn.0.weight"
+    stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = converted_format(name, stored)[name]
+    scale = converted_format(name + "_scale", torch.ones(1))[name + "_scale"]
+    assert weight.dtype == torch.float8_e4m3fnuz
+    torch.testing.assert_close(weight.float() * scale, stored.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_fnuz_means_the_same_numbers(pristine, folder):

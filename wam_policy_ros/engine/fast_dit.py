@@ -146,6 +146,7 @@ class FastDiT:
         blocks: list[Block] = list(dit.blocks)  # type: ignore[arg-type]
         self.modulation = torch.cat([b.modulation for b in blocks])  # [layers, 6, D]
         self.scales = scales
+        self._static_scales: dict[tuple[float, int], Tensor] = {}
         self._tables: dict[tuple[int | bool, ...], tuple[Tensor, Tensor]] = {}
         self.blocks: list[FastBlock] = []
         for i, block in enumerate(blocks):
@@ -372,7 +373,10 @@ class FastDiT:
         if scale is not None:
             if self.fp8 is None:
                 return (x.float() / scale).to(self.modulation.dtype)
-            return Quantized(x, torch.full((len(x),), 1 / scale, dtype=torch.float32, device=x.device))
+            key = (scale, len(x))
+            if key not in self._static_scales:
+                self._static_scales[key] = torch.full((len(x),), 1 / scale, dtype=torch.float32, device=x.device)
+            return Quantized(x, self._static_scales[key])
         return x if self.fp8 is None else ops.quantize_rows(x, self.fp8)
 
 

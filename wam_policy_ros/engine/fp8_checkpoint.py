@@ -80,14 +80,16 @@ def online(fp8: Fp8) -> Convert:
 def converted_format(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
     """e4m3fn as stored to e4m3fnuz, the format of gfx942, without rounding.
 
-    The same byte means half as much there, so the scale doubles; only minus zero, which is NaN there, changes.
+    The same byte means half as much there, so the scale doubles. Two kinds of byte change: minus zero, which is NaN
+    there, becomes zero, and what is NaN here and a number there becomes NaN.
     """
     if is_scale(name):
         return {name: tensor * 2}
     if not is_fp8_weight(name):
         return {name: tensor}
     raw = tensor.view(torch.uint8)
-    return {name: torch.where(raw == 0x80, torch.zeros_like(raw), raw).view(E4M3FNUZ.dtype)}
+    nan = (raw & 0x7F) == 0x7F
+    return {name: raw.masked_fill(raw == 0x80, 0).masked_fill(nan, 0x80).view(E4M3FNUZ.dtype)}
 
 
 def write_fp8_checkpoint(
