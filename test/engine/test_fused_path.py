@@ -190,6 +190,22 @@ def test_encoding_ahead_is_for_the_fused_step(plain):
     assert not plain.observe(session, 0, {n: f[0] for n, f in look(plain.spec, 1, frames=1).frames.items()})
 
 
+@pytest.mark.parametrize(("robot", "frames", "told"), [("agibot", 4, [True] * 3), ("yam", 1, [False])])
+def test_other_robots(robot, frames, told):
+    """One of them sees a single frame in every call, so that its window always starts afresh and nothing is ahead."""
+    network = make_network()
+    a, b = (make_policy(config, embodiment=robot, network=network) for config in (PLAIN, FUSED))
+    sessions = a.open(), b.open()
+    for i in range(3):
+        seen = look(a.spec, i, frames=frames if i else 1)
+        if i:
+            views = [{n: f[t] for n, f in seen.frames.items()} for t in range(len(told))]
+            assert [b.observe(sessions[1], slot, v) for slot, v in enumerate(views)] == told
+        expected, got = (p.infer(s, seen) for p, s in zip((a, b), sessions, strict=True))
+        assert distance(got, expected) < LIMIT and got.reset == expected.reset
+    assert (b.path.pool.made, b.path.pool.idle) == ((1, 0) if frames > 1 else (2, 1))
+
+
 def test_the_text_encoder_may_wait_on_the_host(fused):
     network = make_network()
     waiting = make_policy(replace(FUSED, text="streamed"), network=network)

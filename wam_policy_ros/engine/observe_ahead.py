@@ -20,6 +20,11 @@ Views = Mapping[str, npt.NDArray[np.uint8]]
 _REPEAT = 2
 
 
+def can_encode_ahead(num_frames: int, block: int) -> bool:
+    """Whether the clip of a call is its frames repeated, as ``ObserveAhead`` has them."""
+    return num_frames * _REPEAT == 4 * block
+
+
 class ObserveAhead:
     """Encodes a call's clip frame by frame. One per session; holds the causal state of one clip at most.
 
@@ -38,7 +43,7 @@ class ObserveAhead:
     """
 
     def __init__(self, vae: FastVAE, to_video: Callable[[Views], Tensor], *, num_frames: int = 4, block: int = 2):
-        if num_frames * _REPEAT != 4 * block:
+        if not can_encode_ahead(num_frames, block):
             raise ConfigError("no clip to encode ahead", got=f"{num_frames} frames, block {block}", expected="4 and 2")
         pieces = vae.pieces or num_frames * _REPEAT
         if pieces % _REPEAT:

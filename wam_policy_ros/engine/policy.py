@@ -28,7 +28,7 @@ from .device_resize import DeviceMosaic, Views
 from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .inpaint import Committed
-from .observe_ahead import ObserveAhead
+from .observe_ahead import ObserveAhead, can_encode_ahead
 from .paths import make_path
 from .preprocess import stitch_views, to_model_video
 from .sampler import Noise, Probe
@@ -217,14 +217,16 @@ class DreamZeroPolicy:
             frames: camera -> uint8 ``[H, W, 3]`` of the raw size.
 
         Returns:
-            False when this path does not encode ahead, before the first call, or when ``slot`` is out of turn.
+            False when this path does not encode ahead, when calls see one frame only, before the first call, or when
+            ``slot`` is out of turn.
 
         Raises:
             InvalidImage, MissingInput: the frames do not fit the spec.
             SessionError: closed or foreign session.
         """
         session.check(self)
-        if not isinstance(self.path, FusedPath) or session.window.slot is None:
+        count, block = len(self.spec.frame_offsets), self.network.config.dit.num_frame_per_block
+        if not isinstance(self.path, FusedPath) or session.window.slot is None or not can_encode_ahead(count, block):
             return False
         if session.ahead is None:
             network = self.network
@@ -233,8 +235,7 @@ class DreamZeroPolicy:
                 images = self._stitch(views).to(network.device)
                 return to_model_video(images, network.dtype, network.config.target_video_hw)
 
-            block = network.config.dit.num_frame_per_block
-            session.ahead = ObserveAhead(self.path.vae, to_video, num_frames=len(self.spec.frame_offsets), block=block)
+            session.ahead = ObserveAhead(self.path.vae, to_video, num_frames=count, block=block)
         with on_device(self.network.device), no_memory_is_overload("a frame ahead"), torch.inference_mode():
             return session.ahead.offer(slot, frames)
 
