@@ -9,6 +9,7 @@ from typing import Any
 
 from websockets.asyncio.server import ServerConnection
 from websockets.frames import Frame, Opcode
+from websockets.protocol import State
 
 SPARE_SOCKETS = 64
 """Beside the connections that are allowed: handshakes under way, probes, connections that are closing."""
@@ -26,13 +27,20 @@ class Sockets:
     """The sockets of a server, those without a finished handshake included.
 
     Args:
-        limit: one more is closed at once: a full table of file descriptors would stop the whole process.
+        limit: when there is one more, the one that has been in its handshake for longest is closed: a full table of
+            file descriptors would stop the whole process, and slow handshakes would keep others out.
         abused: called with what a peer did when its connection is cut for it.
     """
 
     def __init__(self, limit: int, abused: Callable[[str], None]) -> None:
         self.limit, self.abused = limit, abused
-        self.open: set[GuardedConnection] = set()
+        self.open: dict[GuardedConnection, None] = {}  # oldest first
+
+    def add(self, one: GuardedConnection) -> None:
+        self.open[one] = None
+        if len(self.open) > self.limit:
+            one = next((c for c in self.open if c.protocol.state is State.CONNECTING), one)
+            one.cut(f"{self.limit} sockets are open")
 
     def abort(self) -> None:
         """Close all of them without a word."""
@@ -48,15 +56,13 @@ class GuardedConnection(ServerConnection):
         self._sockets, self._allowance, self._at_s, self._tiny, self._cut = sockets, BURST, 0.0, 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._sockets.open.add(self)
         self._at_s = self.loop.time()
         super().connection_made(transport)
         self.transport.max_size = SMALL_READ  # type: ignore[attr-defined]  # of asyncio's selector transports
-        if len(self._sockets.open) > self._sockets.limit:
-            self._abort(f"{self._sockets.limit} sockets are open")
+        self._sockets.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._sockets.open.discard(self)
+        self._sockets.open.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -69,16 +75,18 @@ class GuardedConnection(ServerConnection):
         earned = (now_s - self._at_s) * PER_S + len(data) * PER_BYTE
         self._allowance, self._at_s = min(BURST, self._allowance + earned) - self._tiny, now_s
         if self._allowance < 0:
-            self._abort("a flood of control frames or fragments")
+            self.cut("a flood of control frames or fragments")
         elif self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            self._abort("it does not read what it is sent")
+            self.cut("it does not read what it is sent")
 
     def process_event(self, event: Any) -> None:
         if isinstance(event, Frame) and (event.opcode not in (Opcode.TEXT, Opcode.BINARY) or not event.fin):
             self._tiny += 1
         super().process_event(event)
 
-    def _abort(self, what: str) -> None:
+    def cut(self, what: str) -> None:
+        """End it without a word."""
         self._cut = True
+        self._sockets.open.pop(self, None)
         self._sockets.abused(what)
         self.transport.abort()
