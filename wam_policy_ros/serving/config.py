@@ -126,4 +126,5 @@ class ServerConfig:
             "errors": self.errors,
             "resize": self.wire.resize,
             "single_exterior": self.wire.single_exterior,
+            "blind_positions": self.blind_positions,
         }
