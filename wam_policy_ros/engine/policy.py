@@ -335,7 +335,11 @@ class DreamZeroPolicy:
         width = self.network.config.dit.max_state_dim
         vector = encode_state(observation.state, self.spec.state, self.statistics, width)
         # float64 until here, as published; the network's dtype is the first and only rounding.
-        return torch.from_numpy(vector).view(1, 1, width).to(self.network.device, self.network.dtype)
+        state = torch.from_numpy(vector).view(1, 1, width).to(self.network.dtype)
+        if self.network.device.type == "cuda":
+            # From pageable memory the host would wait for everything the device has to do before.
+            state = state.pin_memory()
+        return state.to(self.network.device, non_blocking=True)
 
 
 def with_config(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
