@@ -20,7 +20,7 @@ class Prompt:
     """An instruction as the DiT sees it: valid for as long as its token ids are.
 
     Attributes:
-        ids: int64 ``[B, text_len]``.
+        ids: int64 ``[B, text_len]``, on the host, where every call compares them.
         embedding: text states ``[B, text_len, text_dim]``, padding rows zero.
         keys: cross-attention K/V, in the form of the path that runs the network: per layer (plain), or ``TextKeys``.
     """
@@ -68,7 +68,7 @@ class PromptEncoder:
         network, length = self._network, int(mask.sum(dim=1).min())
         ids, mask = ids.to(network.device), mask.to(network.device)
         embedding = zero_padding(self._encode(ids, mask), mask)
-        prompt = Prompt(ids, embedding, self._keys(embedding, length))
+        prompt = Prompt(ids.cpu(), embedding, self._keys(embedding, length))
         self._known[key] = prompt
         while len(self._known) > self._max:
             self._known.popitem(last=False)

@@ -66,7 +66,7 @@ def reset_reason(state: WindowState, ids: Tensor, frames: int, local_attn_size: 
     """Why this call starts from an empty window; the first matching rule wins (DreamZero spec 3.2)."""
     if state.prompt is None:
         return ResetReason.FIRST_CALL
-    if state.prompt.ids.shape != ids.shape or not state.prompt.ids.equal(ids.to(state.prompt.ids.device)):
+    if state.prompt.ids.shape != ids.shape or not state.prompt.ids.equal(ids.cpu()):
         return ResetReason.PROMPT_CHANGED
     if frames == 1:
         return ResetReason.SINGLE_FRAME
