@@ -1,7 +1,10 @@
-"""Settings of every test run."""
+"""Settings of every test run, and ROS, which a process can start only once."""
+
+from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,29 @@ def pytest_configure() -> None:
     missing += [] if recordings.is_file() else ["the recordings in test/golden"]
     if missing:
         raise pytest.UsageError(f"the tests would be skipped for want of {missing}: run make venv")
+
+
+@pytest.fixture(scope="session")
+def ros_domain() -> Iterator[None]:
+    """A free domain id, for this process and its children; set before rclpy is initialised."""
+    os.environ["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
+    os.environ.pop("RMW_IMPLEMENTATION", None)
+    try:
+        from rmw_test_fixture_implementation import RMWTestIsolator
+    except ImportError:
+        os.environ.setdefault("ROS_DOMAIN_ID", str(1 + os.getpid() % 100))
+        yield
+        return
+    with RMWTestIsolator():
+        yield
+
+
+@pytest.fixture(scope="session")
+def ros(ros_domain: None) -> Iterator[None]:
+    """rclpy, initialised once: each initialisation costs discovery time."""
+    import rclpy
+    from rclpy.signals import SignalHandlerOptions
+
+    rclpy.init(signal_handler_options=SignalHandlerOptions.NO)
+    yield
+    rclpy.try_shutdown()

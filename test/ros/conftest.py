@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,32 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # Discovery between processes on a busy host can take longer than any patience; a second failure counts, and
             # a rerun is shown in the summary.
             item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-@pytest.fixture(scope="session")
-def ros_domain() -> Iterator[None]:
-    """A free domain id, for this process and its children; set before rclpy is initialised."""
-    os.environ["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
-    os.environ.pop("RMW_IMPLEMENTATION", None)
-    try:
-        from rmw_test_fixture_implementation import RMWTestIsolator
-    except ImportError:
-        os.environ.setdefault("ROS_DOMAIN_ID", str(1 + os.getpid() % 100))
-        yield
-        return
-    with RMWTestIsolator():
-        yield
-
-
-@pytest.fixture(scope="session")
-def ros(ros_domain: None) -> Iterator[None]:
-    """rclpy, initialised once: each initialisation costs discovery time."""
-    import rclpy
-    from rclpy.signals import SignalHandlerOptions
-
-    rclpy.init(signal_handler_options=SignalHandlerOptions.NO)
-    yield
-    rclpy.try_shutdown()
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "") -> Any:
