@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wam_policy_ros.contract.errors import EngineError
+from wam_policy_ros.contract.errors import ConfigError, EngineError
 from wam_policy_ros.contract.fakes import ScriptedPolicy
 from wam_policy_ros.contract.interface import Observation
 from wam_policy_ros.ros.commands import Commands
 from wam_policy_ros.ros.control import Substate
+from wam_policy_ros.ros.parameters import NodeParameters
 
-from .rig import DT, NAMES, Rig, wander
+from .rig import DT, NAMES, VALUES, Rig, wander
 
 AGE_S = {"/left": 0.2, "/right": 0.2, "/hand": 0.2, "/joints": 0.1}
 
@@ -354,3 +355,61 @@ def test_somebody_else_moved_the_robot_while_it_was_stopped() -> None:
     first = next(m for t, m in rig.plans if t > rig.now_s - 1.0)
     assert np.abs(first.positions[0, :7] - moved[:7]).max() < 0.1, "from where it stands now"
     assert rig.control.substate is Substate.RUNNING and list(first.names) == NAMES
+
+
+def test_a_controller_that_went_away_and_came_back_begins_where_the_robot_stands() -> None:
+    rig = running()
+    since_s, session, gone = rig.now_s, rig.control.session_id, ["nobody subscribes /joint_trajectory"]
+    rig.control.controller = lambda: gone[0]
+    rig.play(1.0)
+    held(rig, since_s, DT)
+    assert rig.control.reason == gone[0] and rig.control.session_id != session
+    # Somebody has moved the robot meanwhile, by less than would be noticed otherwise.
+    moved = rig.follower.at(rig.now_s) + np.array([0.04] * 7 + [0.0])
+    rig.follower = type(rig.follower)(NAMES, list(moved), partial=False)
+    gone[0] = ""
+    rig.play(1.0)
+    assert rig.control.substate is Substate.RUNNING
+    plan = next(m for t, m in rig.plans if t > since_s + 1.0)
+    assert np.abs(plan.positions[0] - moved)[:7].max() < 0.02, "from where it stands now"
+
+
+def test_a_controller_that_comes_back_finds_the_fault_still_latched() -> None:
+    rig = running(bad(nan, 8, 8))
+    rig.play(3.0)
+    assert rig.control.fault
+    rig.control.controller = lambda: "nobody subscribes /joint_trajectory"
+    rig.play(0.5)
+    rig.control.controller = lambda: ""
+    rig.play(1.0)
+    assert rig.control.fault and rig.control.substate is Substate.HOLDING
+    rig.control.reset()
+    rig.play(1.0)
+    assert rig.control.substate is Substate.RUNNING
+
+
+def test_an_answer_that_comes_after_a_stall_moves_nothing_before_a_tick_has_looked() -> None:
+    rig = running()
+    while rig.run.worker.due_ns is None:
+        rig.play(DT)
+    sent = len(rig.sent)
+    rig.run.clock.steady_ns += 700_000_000
+    rig.run.worker.deliver()
+    rig.control.on_worker()
+    assert len(rig.sent) == sent and rig.control.counters["discarded"] == 1
+    rig.control.on_tick()
+    assert rig.control.counters["executor_stalls"] == 1 and "stood still" in rig.control.reason
+
+
+def test_limits_are_tightened_while_the_robot_moves_and_never_loosened() -> None:
+    rig = running()
+    values = {**VALUES, "safety.max_velocity": 0.5, "safety.max_acceleration": 9.0}
+    rig.control.tighten(NodeParameters.from_values(values))
+    assert rig.control.substate is Substate.HOLDING and "tightened" in rig.control.reason and rig.holds
+    rig.play(1.5)
+    rig.watch.speed = 0.0
+    rig.play(3.0)
+    assert rig.watch.speed <= 0.5 * (1 + 1e-6), "what breaks them now is refused"
+    with pytest.raises(ConfigError, match=r"only tightened.*velocity of j0"):
+        rig.control.tighten(NodeParameters.from_values({**values, "safety.max_velocity": 0.6}))
+    rig.control.tighten(NodeParameters.from_values({**values, "safety.position_max": 2.0}))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rclpy.parameter import Parameter
 from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64, String
 from std_srvs.srv import Empty, SetBool, Trigger
@@ -62,7 +63,7 @@ def listen(system: System, kind: Any, topic: str, qos: Any = 10) -> list[Any]:
 def test_without_limits_the_automatic_start_waits_and_gives_up_with_the_joints_names(make: Make) -> None:
     system = make(HoldPolicy(), **NO_LIMITS)
     wait_for(lambda: any("autostart gave up" in line for line in system.lines))
-    assert "no limits are known" in system.robot.wait_state(lifecycle="inactive")["refused"]
+    wait_for(lambda: "no limits are known" in system.robot.state.get("refused", ""))
     assert NAMES[0] in system.robot.state["refused"] and not system.robot.trajectories
 
 
@@ -88,6 +89,51 @@ def test_the_e_stop_over_services(make: Make) -> None:
     assert len(system.robot.trajectories) == count, "silence"
     assert call(system, Trigger, "reset").success
     system.robot.wait_state(substate="running", fault="")
+
+
+def test_no_transition_releases_an_e_stop(make: Make) -> None:
+    system = make(ScriptedPolicy(ramp, latency_s=0.1))
+    system.robot.wait_state(substate="running")
+    call(system, SetBool, "estop", True)
+    call(system, SetBool, "estop", False)
+    for again in (False, True):
+        system.on_node(system.node.trigger_deactivate)
+        if again:
+            system.on_node(system.node.trigger_cleanup)
+            system.on_node(system.node.trigger_configure)
+            wait_for(lambda: system.robot.loading("phase") == "ready")
+        count = len(system.robot.trajectories)
+        system.on_node(system.node.trigger_activate)
+        system.robot.wait_state(lifecycle="active", substate="holding", fault="e-stop")
+    time.sleep(0.3)
+    assert len(system.robot.trajectories) == count
+    assert call(system, Trigger, "reset").success
+    system.robot.wait_state(substate="running", fault="")
+
+
+def test_without_a_controller_nothing_runs(make: Make) -> None:
+    system = make(ScriptedPolicy(ramp, latency_s=0.1))
+    system.robot.wait_state(substate="running")
+    listener = next(s for s in system.robot.subscriptions if s.topic_name.endswith("/joint_trajectory"))
+    system.spinners[1].call(lambda: system.robot.destroy_subscription(listener))
+    reason = system.robot.wait_state(substate="holding")["reason"]
+    assert "nobody subscribes" in reason and "/joint_trajectory" in reason
+    listen(system, JointTrajectory, "joint_trajectory")
+    system.robot.wait_state(substate="running", fault="")
+
+
+def test_limits_are_tightened_by_parameters_of_an_active_node(make: Make) -> None:
+    system = make(ScriptedPolicy(ramp, latency_s=0.1))
+    system.robot.wait_state(substate="running")
+
+    def change(name: str, value: Any) -> Any:
+        return system.on_node(lambda: system.node.set_parameters([Parameter(name, value=value)])[0])
+
+    assert change("safety.max_velocity", [0.9]).successful
+    refused = change("safety.max_velocity", [1.0])
+    assert not refused.successful and "only tightened" in refused.reason and NAMES[0] in refused.reason
+    assert not change("safety.clamp_excess", 0.1).successful
+    assert list(system.node.get_parameter("safety.max_velocity").value) == [0.9]
 
 
 def test_hold_stop_start_and_home_over_services(make: Make) -> None:
@@ -161,6 +207,21 @@ def test_a_second_publisher_is_warned_of_or_refused(make: Make) -> None:
         else:
             system.robot.wait_state(lifecycle="active")
             assert [line for line in system.lines if "two masters" in line]
+
+
+def test_a_second_publisher_that_comes_later_is_told_of_or_holds_the_robot(make: Make) -> None:
+    for exclusive in (False, True):
+        system = make(ScriptedPolicy(ramp, latency_s=0.1), **{"output.exclusive": exclusive})
+        system.robot.wait_state(substate="running")
+        other = system.robot.create_publisher(JointTrajectory, "joint_trajectory", 1)
+        if exclusive:
+            assert "two masters" in system.robot.wait_state(substate="holding")["reason"]
+        else:
+            wait_for(lambda: "two masters" in system.robot.state["masters"])  # noqa: B023 - called here
+            assert [line for line in system.lines if "two masters" in line]
+        system.robot.destroy_publisher(other)
+        wait_for(lambda: system.robot.state["masters"] == "")  # noqa: B023
+        system.robot.wait_state(substate="running", fault="")
 
 
 def test_the_plan_topic_carries_the_plan_with_its_time(make: Make) -> None:

@@ -47,6 +47,17 @@ class JointLimits:
         """Names of the joints where a bool ``[J]`` is true."""
         return [n for n, w in zip(self.names, which, strict=True) if w]
 
+    def looser_than(self, other: JointLimits) -> list[str]:
+        """``limit of joint`` for each that allows more than in ``other``, which has the same joints."""
+        more = {
+            "position_min": self.position_min < other.position_min,
+            "position_max": self.position_max > other.position_max,
+            "velocity": self.velocity > other.velocity,
+            "acceleration": self.acceleration > other.acceleration,
+            "max_first_step": self.max_first_step > other.max_first_step,
+        }
+        return [f"{limit} of {name}" for limit, which in more.items() for name in self.named(which)]
+
     def describe(self) -> list[str]:
         """One line per joint, for people."""
         return [

@@ -68,6 +68,9 @@ class _Goals:
         if code:
             self._rejected(f"{self._name}: error {code} {getattr(outcome.result, 'error_string', '')}".strip())
 
+    def ready(self) -> bool:
+        return bool(self._client.server_is_ready())
+
     def destroy(self) -> None:
         self._client.destroy()
 
@@ -100,6 +103,10 @@ class FollowTrajectory:
         goal = self._goal(trajectory=trajectory_to_msg(trajectory, absolute=self._absolute))
         return lambda: self._goals.send(goal)
 
+    def ready(self) -> bool:
+        """Its server is there."""
+        return self._goals.ready()
+
     def destroy(self) -> None:
         self._goals.destroy()
 
@@ -130,6 +137,10 @@ class Gripper:
         else:
             goal.command.position, goal.command.max_effort = position, self._max_effort
         self._goals.send(goal)
+
+    def ready(self) -> bool:
+        """Its server is there."""
+        return self._goals.ready()
 
     def destroy(self) -> None:
         self._goals.destroy()

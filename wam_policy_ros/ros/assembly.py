@@ -67,7 +67,7 @@ def assemble(
     resolve: Callable[[str], str] = lambda topic: topic,
     bridge: Bridge | None = None,
     decode_ahead: DecodeLater | None = None,
-    **names: str,
+    **people: Any,
 ) -> Assembly:
     """Build the parts from the parameters.
 
@@ -76,7 +76,7 @@ def assemble(
         send: hands a trajectory to the controller.
         clock: reads both clocks.
         simulated: the node's clock is /clock.
-        changed, names: for ``ControlLoop``.
+        changed, people: for ``ControlLoop``.
         log: called with a level (``info``, ``warn``, ``error``) and a line.
         resolve: topic -> its full name, for people.
         bridge: see ``bridge.find_bridge``.
@@ -108,6 +108,6 @@ def assemble(
     )
     output = TrajectoryOutput(send, joints.command_names, with_velocities=params.control_publish_velocities)
     control = ControlLoop(
-        params, joints, inputs, worker, output, clock=clock, simulated=simulated, changed=changed, log=log, **names
+        params, joints, inputs, worker, output, clock=clock, simulated=simulated, changed=changed, log=log, **people
     )
     return Assembly(params, expected, joints, inputs, output, control)

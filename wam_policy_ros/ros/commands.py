@@ -25,12 +25,13 @@ class Commands:
 
     def estop(self, pressed: bool) -> Answer:
         """Latch. Release takes ``estop(False)`` and a reset: nobody moves a robot by letting a button go."""
-        self._loop.operator.estop = pressed
+        self._loop.operator.press(pressed)
         if pressed:
             if self._loop.active:
                 self._loop.latch("e-stop")
             return True, "e-stop: holding"
-        return True, "e-stop released; still latched until reset" if self._loop.fault else "e-stop released"
+        latched = self._loop.fault or self._loop.operator.latched
+        return True, "e-stop released; still latched until reset" if latched else "e-stop released"
 
     def hold(self, on: bool) -> Answer:
         """Pause and go on."""
@@ -57,8 +58,8 @@ class Commands:
         loop = self._loop
         if not loop.active:
             return False, "not active: configure and activate first"
-        if loop.fault or loop.operator.estop:
-            return False, f"latched: {loop.fault or 'e-stop'}"
+        if loop.fault:
+            return False, f"latched: {loop.fault}"
         if (measured := loop.measured()) is None:
             return False, "the joints' positions are not known"
         loop.operator.stop("at home or on the way there")

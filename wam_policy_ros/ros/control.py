@@ -62,12 +62,14 @@ class ControlLoop(Standing):
         simulated: the node's clock is /clock.
         changed: called after a change of substate, reason, session or prompt.
         log: called with a level (``info``, ``warn``, ``error``) and a line.
-        prompt_topic, reset_service, start_service: their full names, for people.
+        operator: what a person has asked for, when that is older than this loop.
+        prompt_topic, reset_service: their full names, for people.
 
     Attributes:
         description: text and source of the robot's URDF, once it is known; read at activation.
         operator: what a person has asked for; ``commands`` gives it orders.
         motion, pace: see there.
+        controller: asked at every tick why nothing that is sent would be executed; empty when it would.
     """
 
     def __init__(
@@ -82,12 +84,13 @@ class ControlLoop(Standing):
         simulated: bool,
         changed: Callable[[], None],
         log: Callable[[str, str], None],
+        operator: Operator | None = None,
         prompt_topic: str = "~/prompt",
         reset_service: str = "~/reset",
-        start_service: str = "~/start",
     ) -> None:
         self._prompt_topic, self._reset_service = prompt_topic, reset_service
         self._params, self._joints, self._inputs = params, joints, inputs
+        self._limits_of = params  # as they are tightened while the node is configured
         self._worker, self._output, self._clock = worker, output, clock
         super().__init__(params.instruction.strip(), changed, log)
         self._simulated = simulated
@@ -95,7 +98,8 @@ class ControlLoop(Standing):
         self._spec: PolicySpec | None = None
         self.description: tuple[str, str] | None = None
         self._loose: list[str] = []
-        self.operator = Operator(start_service)
+        self.operator = operator or Operator()
+        self.controller: Callable[[], str] = lambda: ""
         self.motion, self.pace = Motion(params, joints, output), Pace(params)
         self._generation = 0
         self._session_start_ns = 0
@@ -105,6 +109,7 @@ class ControlLoop(Standing):
         self._reference_ns = 0  # the newest moment that every camera had reached at the last image; 0: images not told
         self._in_flight: Request | None = None
         self._input_lost = self._input_refused = self._was_sound = self._policy_lost = False
+        self._alone = False  # nobody takes trajectories
         self._refused_prompt: str | None = None
         self._late_in_a_row = self._refused_in_a_row = self._rejected_in_a_row = 0
         self._ticked_ns = 0  # steady time of the last tick; 0: none since the activation
@@ -120,10 +125,41 @@ class ControlLoop(Standing):
                 "control.rtc is denoiser, but the policy cannot take committed rows into account",
                 remedy="set control.rtc: blend",
             )
-        limits, loose = resolve_limits(self._params, self._joints, given_urdf(self._params) or self.description)
+        limits, loose = self._resolve(self._limits_of)
         self._loose = loose
         self.pace.activate(spec, self._params.control_min_lead_s or spec.dt_s, self._worker.status.warm_up_s)
         return limits
+
+    def _resolve(self, params: NodeParameters) -> tuple[JointLimits, list[str]]:
+        return resolve_limits(params, self._joints, given_urdf(params) or self.description)
+
+    def tighten(self, params: NodeParameters) -> None:
+        """Take over limits that are nowhere looser than those in force. A plan under way that breaks them ends in a
+        hold.
+
+        Args:
+            params: with other ``safety.*`` than before.
+
+        Raises:
+            ConfigError: some are looser, or contradict each other.
+        """
+        limits, _ = self._resolve(params)
+        try:
+            in_force, _ = self._resolve(self._limits_of)
+        except ConfigError:
+            pass  # too few for a robot to be activated: whatever comes is tighter
+        else:
+            if looser := limits.looser_than(in_force):
+                raise ConfigError(
+                    "limits are only tightened while the node is configured",
+                    got=looser,
+                    remedy="clean up, set them, configure and activate",
+                )
+        self._limits_of = params
+        if self.active and self.motion.tighten(limits):
+            self._new_session()
+            if not self.fault:
+                self._say(Substate.HOLDING, "the plan under way broke limits that were tightened")
 
     def activate(self, spec: PolicySpec) -> None:
         """Start with a fresh session.
@@ -140,10 +176,10 @@ class ControlLoop(Standing):
         self._watch = ClockWatch(simulated=self._simulated)
         self._output.forget(self._clock().ros_ns)
         self.fault, self._refused_prompt = "", None
-        self._input_lost = self._input_refused = self._was_sound = self._policy_lost = False
+        self._input_lost = self._input_refused = self._was_sound = self._policy_lost = self._alone = False
         self._refused_in_a_row = self._rejected_in_a_row = self._ticked_ns = 0
         self._say(Substate.WAITING, "activated", log=False)
-        if self.operator.estop:
+        if self.operator.latched:
             self.latch("e-stop")
         else:
             self._new_session()
@@ -165,7 +201,7 @@ class ControlLoop(Standing):
         Raises:
             ConfigError: the e-stop is pressed.
         """
-        self.operator.check_reset()
+        self.operator.reset()
         self.fault, self._refused_prompt = "", None
         self._refused_in_a_row = self._rejected_in_a_row = 0
         if self.active:
@@ -234,9 +270,8 @@ class ControlLoop(Standing):
         now = self._clock()
         runs = self.substate is Substate.RUNNING and self._output.plan is not None
         self.pace.tick(now.ros_ns, self._output.plan.end_ns if runs and self._output.plan else None)
-        stalled_s = (now.steady_ns - self._ticked_ns) * 1e-9 if self._ticked_ns else 0.0
-        self._ticked_ns = now.steady_ns
-        if self.substate is Substate.RUNNING and 0.0 < self._params.safety_executor_stall_s < stalled_s:
+        stalled_s, self._ticked_ns = self._stalled_s(now), now.steady_ns
+        if stalled_s:
             self.counters["executor_stalls"] += 1
             self._new_session()
             self._say(Substate.HOLDING, f"the node's callbacks stood still for {stalled_s:.2f} s", "stood still")
@@ -251,7 +286,11 @@ class ControlLoop(Standing):
             busy_s = now.steady_ns * 1e-9 - self._in_flight.submitted_s
             if busy_s > self._params.safety_deadline_s:
                 self.latch(f"no answer from the policy for {busy_s:.2f} s (safety.deadline_s)")
+        alone = self._look_for_controller(now)
         if self.fault or self._worker_failed():
+            return
+        if alone:
+            self._say(Substate.HOLDING if self.counters["chunks"] else Substate.WAITING, alone)
             return
         if self._simulated and now.ros_ns == 0:
             self._say(Substate.WAITING, "use_sim_time is true, but nothing arrives on /clock")
@@ -271,6 +310,23 @@ class ControlLoop(Standing):
         if not self._frame_comes(now):
             self._ask(now)
 
+    def _stalled_s(self, now: Now) -> float:
+        """How long no tick has come, if that is a stall, else 0. The robot has been held from outside then, and nothing
+        may move it before a tick has looked at everything anew."""
+        gap_s = (now.steady_ns - self._ticked_ns) * 1e-9 if self._ticked_ns else 0.0
+        limit_s = self._params.safety_executor_stall_s
+        return gap_s if self.substate is Substate.RUNNING and 0.0 < limit_s < gap_s else 0.0
+
+    def _look_for_controller(self, now: Now) -> str:
+        """Why nothing would be executed. A controller that comes back begins where the robot stands then, wherever that
+        is: whatever was sent before says nothing any more."""
+        alone = self.controller()
+        if bool(alone) != self._alone:
+            self._alone = bool(alone)
+            self._new_session()
+            self._output.forget(now.ros_ns)
+        return alone
+
     def on_image(self) -> None:
         """A camera frame has arrived. A request that is due goes out with the frame that completes a set, at once:
         at the next tick it would be old. Whoever calls this calls it after every image."""
@@ -286,6 +342,7 @@ class ControlLoop(Standing):
             self.fault
             or self.operator.reason
             or self._input_lost
+            or self._alone
             or self._in_flight is not None
             or now.ros_ns < self._due_ns
         ):
@@ -328,7 +385,7 @@ class ControlLoop(Standing):
         if not self.active:
             return
         if result is not None:
-            if result.request.generation != self._generation:
+            if result.request.generation != self._generation or self._stalled_s(self._clock()):
                 self.counters["discarded"] += 1
                 return
             self._in_flight = None

@@ -125,6 +125,8 @@ def _controller(state: State) -> Status:
         return Status("controller", Level.WARN, f"{substate}: {reason}" if reason else str(substate), values)
     if (stalls := state.get("stall_share")) is not None and stalls > STALL_LIMIT:
         return Status("controller", Level.WARN, f"the robot lacked a command {stalls:.1%} of the time", values)
+    if masters := state.get("masters"):
+        return Status("controller", Level.WARN, masters, values)
     nominal, achieved = rate.get("nominal"), rate.get("achieved")
     if nominal and achieved is not None and achieved < RATE_LIMIT * nominal:
         return Status("controller", Level.WARN, f"only {achieved:.1f} of {nominal:g} control ticks per second", values)

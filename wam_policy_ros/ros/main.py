@@ -15,7 +15,7 @@ from typing import Any
 
 from .params_files import find_fault, given_files, split_arguments, unused
 
-JOIN_S = 10.0
+JOIN_S = 4.0
 """How long the end of the process waits for the worker thread."""
 
 

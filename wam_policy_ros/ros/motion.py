@@ -69,6 +69,12 @@ class Motion:
         self._chunk = self._way_home = None
         self._output.use(limits)
 
+    def tighten(self, limits: JointLimits) -> bool:
+        """From now on nothing leaves that breaks these. True when the plan under way does."""
+        self._limits, plan = limits, self._output.plan
+        self._output.use(limits)
+        return plan is not None and len(plan.positions) > 1 and violation(plan, limits) is not None
+
     @property
     def min_lead_s(self) -> float:
         """Rows due sooner are dropped."""

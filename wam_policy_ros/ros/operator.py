@@ -15,13 +15,29 @@ class Operator:
         start_service: its full name, for people.
 
     Attributes:
-        estop: pressed.
+        latched: the e-stop was pressed and nobody has called reset since it was released. Outlives configurations, so
+            that no lifecycle transition releases an e-stop.
     """
 
     def __init__(self, start_service: str = "~/start") -> None:
         self.start_service = start_service
-        self.estop = self._hold = False
+        self._pressed = self.latched = self._hold = False
         self._stopped = self._waits = ""
+
+    @property
+    def estop(self) -> bool:
+        """Pressed."""
+        return self._pressed
+
+    def press(self, down: bool) -> None:
+        """The e-stop; ``reset`` after its release takes the latch away."""
+        self._pressed, self.latched = down, self.latched or down
+
+    def reset(self) -> None:
+        """Raises ConfigError while the e-stop is pressed."""
+        if self._pressed:
+            raise ConfigError("the e-stop is pressed", remedy="release it first: call ~/estop with false, then reset")
+        self.latched = False
 
     def wait(self, why: str) -> None:
         """For something else than a person; empty: no longer."""
@@ -40,15 +56,10 @@ class Operator:
     @property
     def reason(self) -> str:
         """Why the robot has to stand still; empty when it does not."""
-        if self.estop:
+        if self._pressed:
             return "e-stop"
         if self._hold:
             return "held by ~/hold; remedy: call it with false"
         if self._waits:
             return self._waits
         return f"{self._stopped}; remedy: call {self.start_service}" if self._stopped else ""
-
-    def check_reset(self) -> None:
-        """Raises ConfigError while the e-stop is pressed."""
-        if self.estop:
-            raise ConfigError("the e-stop is pressed", remedy="release it first: call ~/estop with false, then reset")

@@ -13,7 +13,8 @@ _HEAD = """\
 
 Made by `python -m wam_policy_ros.ros.parameter_table > docs/parameters.md`; `ros2 param describe /wam_policy NAME` and
 [`config/dreamzero.yaml`](../config/dreamzero.yaml) say the same. Whole numbers are accepted for doubles. A parameter
-can change *until configure* (and after cleanup), *always*, or only *at start* of the process; what is refused says why.
+can change *until configure* (and after cleanup), *always*, only *tighter* while the node is configured, or only *at
+start* of the process; what is refused says why.
 """
 
 
@@ -42,6 +43,7 @@ def _row(name: str, f: dataclasses.Field[Any]) -> str:
     values += [f"{meta['low']:.12g} to {meta['high']:.12g}"] if meta["low"] is not None else []
     values += [", ".join(f"`{json.dumps(c)}`" for c in meta["choices"])] if meta["choices"] else []
     changes = "at start" if meta["read_only"] else "always" if meta["live"] else "until configure"
+    changes = "tighter" if meta["tightens"] else changes
     cells = (f"`{name}`", f"`{default}`", ", ".join(values), changes, meta["doc"].replace("|", "\\|"))
     return "| " + " | ".join(cells) + " |"
 

@@ -28,12 +28,14 @@ def _p(
     choices: tuple[str, ...] = (),
     read_only: bool = False,
     live: bool = False,
+    tightens: bool = False,
     numbers: bool = False,
 ) -> Any:
     """One parameter. ``read_only``: given at the start of the process and never changed; ``live``: may change while the
-    node is configured; all others may change until configure and after cleanup."""
+    node is configured; ``tightens``: the same, if nothing is allowed then that was not before; all others may change
+    until configure and after cleanup."""
     meta = {"name": name, "doc": doc, "unit": unit, "low": low, "high": high, "choices": choices}
-    meta |= {"read_only": read_only, "live": live, "numbers": numbers}
+    meta |= {"read_only": read_only, "live": live or tightens, "tightens": tightens, "numbers": numbers}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -299,6 +301,11 @@ class NodeParameters:
     output_exclusive: bool = _p(
         False, "output.exclusive", "refuse to run beside another publisher on the output topic; false: warn"
     )
+    output_wait_for_controller: bool = _p(
+        True,
+        "output.wait_for_controller",
+        "stand still while nobody takes what is sent; false: run all the same, e.g. to record",
+    )
     output_ignore_fields: tuple[str, ...] = _p(
         (), "output.ignore_fields", "action fields that are not executed, e.g. agibot's robot_velocity"
     )
@@ -376,13 +383,13 @@ class NodeParameters:
         0.01, "safety.position_margin", "taken off both ends of the URDF's positions", unit="rad", low=0.0, high=10.0
     )
     safety_position_min: tuple[float, ...] = _p(
-        (), "safety.position_min", _PER_JOINT, unit="joint unit", low=-1e6, high=1e6, numbers=True
+        (), "safety.position_min", _PER_JOINT, unit="joint unit", low=-1e6, high=1e6, tightens=True, numbers=True
     )
     safety_position_max: tuple[float, ...] = _p(
-        (), "safety.position_max", _PER_JOINT, unit="joint unit", low=-1e6, high=1e6, numbers=True
+        (), "safety.position_max", _PER_JOINT, unit="joint unit", low=-1e6, high=1e6, tightens=True, numbers=True
     )
     safety_max_velocity: tuple[float, ...] = _p(
-        (), "safety.max_velocity", _PER_JOINT, unit="joint unit/s", low=0.0, high=1e6, numbers=True
+        (), "safety.max_velocity", _PER_JOINT, unit="joint unit/s", low=0.0, high=1e6, tightens=True, numbers=True
     )
     safety_max_acceleration: tuple[float, ...] = _p(
         (),
@@ -391,6 +398,7 @@ class NodeParameters:
         unit="joint unit/s^2",
         low=0.0,
         high=1e6,
+        tightens=True,
         numbers=True,
     )
     safety_max_first_step_rad: float = _p(
@@ -400,6 +408,7 @@ class NodeParameters:
         unit="rad",
         low=0.0,
         high=10.0,
+        tightens=True,
     )
     safety_on_violation: str = _p(
         "reject",
@@ -586,6 +595,12 @@ def refusal(changes: Mapping[str, Any], *, configured: bool) -> str:
     return "; ".join(problems)
 
 
+def tightening(changes: Mapping[str, Any]) -> bool:
+    """Whether limits are among the changes."""
+    fields = NodeParameters.names()
+    return any(name in fields and fields[name].metadata["tightens"] for name in changes)
+
+
 def _numbers(name: str, meta: Mapping[str, Any], value: Any) -> tuple[float, ...]:
     low, high = meta["low"], meta["high"]
     numbers = value if isinstance(value, (list, tuple)) or hasattr(value, "tolist") else [value]
@@ -611,7 +626,9 @@ def _descriptor(name: str, f: dataclasses.Field[Any], overrides: Mapping[str, An
     notes = [f"unit {meta['unit']}"] if meta["unit"] else []
     notes += [f"range {meta['low']:g} to {meta['high']:g}"] if meta["low"] is not None else []
     notes += [f"one of {', '.join(repr(c) for c in meta['choices'])}"] if meta["choices"] else []
-    if not meta["read_only"] and not meta["live"]:
+    if meta["tightens"]:
+        notes.append("only tightened between configure and cleanup")
+    elif not meta["read_only"] and not meta["live"]:
         notes.append("fixed between configure and cleanup")
     descriptor = ParameterDescriptor(
         description=meta["doc"],
@@ -628,8 +645,8 @@ def _descriptor(name: str, f: dataclasses.Field[Any], overrides: Mapping[str, An
     return descriptor
 
 
-def read(node: Any) -> NodeParameters:
-    """The node's parameters as they are now.
+def read(node: Any, changes: Mapping[str, Any] | None = None) -> NodeParameters:
+    """The node's parameters as they are now, or would be with changes (ROS name -> value).
 
     Raises:
         ConfigError: see ``NodeParameters.from_values``; also for a parameter given to the node that does not exist.
@@ -637,4 +654,4 @@ def read(node: Any) -> NodeParameters:
     values = {name: node.get_parameter(name).value for name in NodeParameters.names()}
     # rclpy keeps what the command line and the YAML files gave for this node, declared or not, only here.
     given = dict.fromkeys(getattr(node, "_parameter_overrides", {}))
-    return NodeParameters.from_values({**given, **values})
+    return NodeParameters.from_values({**given, **values, **(changes or {})})

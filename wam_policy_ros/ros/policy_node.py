@@ -15,7 +15,7 @@ from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackRet
 from rclpy.parameter import Parameter
 from std_msgs.msg import String
 
-from wam_policy_ros.contract.errors import ConfigError, NotReady
+from wam_policy_ros.contract.errors import ConfigError, NotReady, WamError
 from wam_policy_ros.contract.interface import Policy
 from wam_policy_ros.contract.progress import ProgressLog
 
@@ -23,10 +23,10 @@ from . import parameters
 from .assembly import Assembly, assemble
 from .backend import make_policy, make_server, server_summary
 from .bridge import find_bridge
-from .checks import other_publishers
 from .control import ControlLoop
 from .frames import DecodeAhead
 from .lifecycle import Autostart, steady_clock, transition
+from .operator import Operator
 from .parameters import NodeParameters
 from .qos import latched_qos
 from .reporter import Reporter
@@ -44,6 +44,9 @@ STOP_S = 0.5
 SERVER_STOP_S = 1.0
 """The same for the OpenPI server, which takes leave of its clients."""
 
+LOOK_S = 1.0
+"""How often an active node looks for others who publish trajectories."""
+
 DESCRIPTION_S = 3.0
 """How long the automatic start waits for limits of the joints, which a robot_description may bring."""
 
@@ -57,6 +60,7 @@ class _Parts:
     worker: InferenceWorker
     control: ControlLoop
     server: Any
+    outputs: RobotOutputs
     monitor: Monitor
     progress: ProgressLog
     entities: ExitStack
@@ -85,6 +89,7 @@ class PolicyNode(LifecycleNode):
         self._parts: _Parts | None = None
         self._old_worker: InferenceWorker | None = None
         parameters.declare(self)
+        self._operator = Operator(self.resolve_service_name("~/start"))
         self._reporter = Reporter(self)
         # EventsExecutor refuses nodes with guard conditions; a task wakes it instead, a little later.
         events = self.get_parameter("executor").value == "events"
@@ -161,21 +166,12 @@ class PolicyNode(LifecycleNode):
         if status.spec.random_weights:
             label, weights = "RANDOM WEIGHTS: not a policy", status.spec.weights
             self.get_logger().warning(weights if weights.startswith("RANDOM WEIGHTS") else f"{label} ({weights})")
-        self._look_for_masters(parts.params)
+        parts.outputs.look_for_masters()
+        if parts.params.output_exclusive and parts.outputs.masters:
+            raise ConfigError(parts.outputs.masters, remedy="stop the other one, or set output.exclusive: false")
         result = super().on_activate(state)
         parts.control.activate(status.spec)
         return result
-
-    def _look_for_masters(self, params: NodeParameters) -> None:
-        if params.output_mode == "action":
-            return
-        name = params.output_topic if params.output_mode == "topic" else params.output_joint_command
-        topic = self.resolve_topic_name(name)
-        if others := other_publishers(self, topic):
-            text = f"{', '.join(others)} can publish on {topic}, too: two masters of one robot"
-            if params.output_exclusive:
-                raise ConfigError(text, remedy="stop the other one, or set output.exclusive: false")
-            self.get_logger().warning(text)
 
     @transition("inactive")
     def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
@@ -241,7 +237,7 @@ class PolicyNode(LifecycleNode):
             decode_ahead=ahead.add,
             prompt_topic=self.resolve_topic_name("~/prompt"),
             reset_service=self.resolve_service_name("~/reset"),
-            start_service=self.resolve_service_name("~/start"),
+            operator=self._operator,
         )
         outputs.append(RobotOutputs(self, params, robot.joints, entities))
         outputs[0].serve(robot.control, robot.output)
@@ -267,6 +263,13 @@ class PolicyNode(LifecycleNode):
             control.on_tick()
             outputs[0].on_tick(self.now().ros_ns)
 
+        def look() -> None:
+            if control.active:
+                outputs[0].look_for_masters()
+
+        self._operator.wait("")  # whoever was to answer is gone
+        looks = self.create_timer(LOOK_S, lambda: self._safely(look), clock=steady_clock())
+        entities.callback(self.destroy_timer, looks)
         tick = self.create_timer(1.0 / rate_hz, lambda: self._safely(on_tick), clock=steady_clock())
         entities.callback(self.destroy_timer, tick)
         if params.safety_executor_stall_s:
@@ -283,7 +286,7 @@ class PolicyNode(LifecycleNode):
             # It listens from now on, and greets nobody before the policy is ready.
             entities.callback(server.stop, SERVER_STOP_S)
             server.start()
-        return _Parts(params, robot, worker, control, server, monitor, progress, entities)
+        return _Parts(params, robot, worker, control, server, outputs[0], monitor, progress, entities)
 
     def _release(self, timeout_s: float) -> None:
         parts, self._parts = self._parts, None
@@ -364,6 +367,11 @@ class PolicyNode(LifecycleNode):
         given = {p.name: p.value for p in changes}
         if reason := parameters.refusal(given, configured=self._parts is not None):
             return SetParametersResult(successful=False, reason=reason)
+        if self._parts is not None and parameters.tightening(given):
+            try:
+                self._parts.control.tighten(parameters.read(self, given))
+            except WamError as error:
+                return SetParametersResult(successful=False, reason=str(error))
         if self._parts is not None and "instruction" in given:
             self._parts.control.set_prompt(given["instruction"])
         return SetParametersResult(successful=True)
@@ -403,6 +411,7 @@ class PolicyNode(LifecycleNode):
             return {**out, "substate": "inactive", "reason": self.refused}
         out |= self._parts.control.summary()
         out |= self._parts.monitor.summary(self.now())
+        out["masters"] = self._parts.outputs.masters
         out["loading"] = {"phase": status.phase.value, "message": status.message, "fraction": status.fraction}
         out["warm_up_s"] = list(status.warm_up_s)
         if (spec := status.spec) is not None:

@@ -77,7 +77,7 @@ def _policy(state: State) -> list[str]:
 
 
 def _loop(state: State) -> list[str]:
-    out: list[str] = []
+    out = _field("warning", state["masters"]) if state.get("masters") else []
     rate, counters = state.get("control_rate_hz") or {}, state.get("counters") or {}
     if rate.get("achieved") is not None:
         text = f"{rate['achieved']:.1f} of {rate['nominal']:g} control ticks per second"

@@ -17,6 +17,7 @@ from trajectory_msgs.msg import JointTrajectory
 
 from wam_policy_ros.contract.errors import ConfigError
 
+from .checks import other_publishers
 from .commands import Answer, Commands
 from .control import ControlLoop
 from .gripper import Command, GripperSwitch, Outputs
@@ -29,6 +30,8 @@ from .qos import latched_qos, sensor_qos
 
 ACKED_S = 0.1
 """How long a publisher of trajectories waits for its last one, a hold, to arrive before it is destroyed."""
+
+_REMEDY = "remedy: start the controller, or remap its name"
 
 _GRIPPER_NAMES = {
     "trajectory": "gripper_trajectory",
@@ -48,6 +51,9 @@ class RobotOutputs:
         params, joints: which and for what.
         entities: what has to be destroyed is put here.
 
+    Attributes:
+        masters: that others publish trajectories for the same robot; empty when nobody does.
+
     Raises:
         MissingDependency: an action is wanted and control_msgs is not installed.
         ConfigError: another number of gripper outputs than grippers.
@@ -56,6 +62,9 @@ class RobotOutputs:
     def __init__(self, node: Any, params: NodeParameters, joints: JointMap, entities: ExitStack) -> None:
         self._node, self._params, self._joints, self._entities = node, params, joints, entities
         self._stream: JointCommandStream | None = None
+        self._takers: list[tuple[Callable[[], bool], str]] = []
+        self._arm_topic: str | None = None
+        self.masters = ""
         self._control: ControlLoop | None = None
         whole = params.gripper_mode == "in_trajectory"
         plan = node.create_publisher(JointTrajectory, "~/plan", sensor_qos(1))
@@ -74,8 +83,26 @@ class RobotOutputs:
     def serve(self, control: ControlLoop, output: TrajectoryOutput) -> None:
         """Whom to tell of rejected goals, and whose plan is streamed."""
         self._control = control
+        if self._params.output_wait_for_controller:
+            control.controller = self.missing
         if self._params.output_mode == "joint_command":
             self._stream = JointCommandStream(lambda: output.plan, self._send_joint_command)
+
+    def missing(self) -> str:
+        """Who does not take what is sent, or who else sends; empty when all is well."""
+        if self._params.output_exclusive and self.masters:
+            return f"{self.masters}; remedy: stop the other one, or set output.exclusive: false"
+        return next((text for takes, text in self._takers if not takes()), "")
+
+    def look_for_masters(self) -> None:
+        """Who else publishes trajectories; at activation, and once a second."""
+        if self._arm_topic is None:
+            return
+        others = other_publishers(self._node, self._arm_topic)
+        text = f"{', '.join(others)} can publish on {self._arm_topic}, too: two masters of one robot" if others else ""
+        if text and text != self.masters and self._control is not None:
+            self._control.warn(text)
+        self.masters = text
 
     def on_tick(self, now_ns: int) -> None:
         """At every control tick, after the loop's."""
@@ -98,6 +125,8 @@ class RobotOutputs:
         publisher = self._node.create_lifecycle_publisher(kind, topic, QoSProfile(depth=1))
         self._entities.callback(self._node.destroy_lifecycle_publisher, publisher)
         self._entities.callback(publisher.wait_for_all_acked, Duration(seconds=ACKED_S))
+        shown = self._node.resolve_topic_name(topic)
+        self._takers.append((lambda: publisher.get_subscription_count() > 0, f"nobody subscribes {shown}; {_REMEDY}"))
         return publisher
 
     def _trajectories(self, topic: str) -> Callable[[Trajectory], Command]:
@@ -112,6 +141,7 @@ class RobotOutputs:
     def _arm(self, names: Any) -> Callable[[Trajectory], Command]:
         mode = self._params.output_mode
         if mode == "topic":
+            self._arm_topic = self._node.resolve_topic_name(self._params.output_topic)
             return self._trajectories(self._params.output_topic)
         if mode == "action":
             from .action_output import FollowTrajectory
@@ -124,9 +154,11 @@ class RobotOutputs:
                 accepted=self._accepted,
             )
             self._entities.callback(client.destroy)
+            self._takers.append((client.ready, f"no action server {self._params.output_action}; {_REMEDY}"))
             return client.prepare
         self._command_names = list(names)
         self._columns = [self._joints.command_names.index(n) for n in names]
+        self._arm_topic = self._node.resolve_topic_name(self._params.output_joint_command)
         self._joint_command = self._publisher(JointState, self._params.output_joint_command)
         return lambda trajectory: lambda: None  # the stream sends what the plan says at each tick
 
@@ -176,6 +208,7 @@ class RobotOutputs:
             rejected=self._rejected,
         )
         self._entities.callback(gripper.destroy)
+        self._takers.append((gripper.ready, f"no action server {name}; {_REMEDY}"))
         return gripper.send
 
 
