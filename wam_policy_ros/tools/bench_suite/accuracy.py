@@ -105,6 +105,9 @@ def _reference(policy: DreamZeroPolicy, config: EngineConfig) -> Outcome:
         weights = {name: p.float() for name, p in getattr(network, part).state_dict().items()}
         getattr(wide, part).load_state_dict(weights, assign=True)
     wide.requires_grad_(False).eval()
+    # Both copies and the float32 windows are more than one GPU holds: the narrow one waits on the host.
+    device = network.device
+    network.model.to("cpu")
     reference = DreamZeroPolicy(
         wide,
         policy.embodiment,
@@ -114,12 +117,15 @@ def _reference(policy: DreamZeroPolicy, config: EngineConfig) -> Outcome:
         weights="float32 copy",
     )
     assert isinstance(reference.path, PlainPath)
-    reference.path.prompts = PromptEncoder(wide, encode=lambda ids, mask: network.text_encoder(ids, mask).float())
+    reference.path.prompts = PromptEncoder(
+        wide, encode=lambda ids, mask: network.text_encoder(ids.to(device), mask.to(device)).float()
+    )
     found = outcome(reference)
     del reference, wide
     gc.collect()
-    if network.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
+    network.model.to(device)
     return found
 
 
