@@ -413,3 +413,41 @@ def test_limits_are_tightened_while_the_robot_moves_and_never_loosened() -> None
     with pytest.raises(ConfigError, match=r"only tightened.*velocity of j0"):
         rig.control.tighten(NodeParameters.from_values({**values, "safety.max_velocity": 0.6}))
     rig.control.tighten(NodeParameters.from_values({**values, "safety.position_max": 2.0}))
+
+
+@pytest.mark.parametrize("step_s", [0.4, -0.3, 0.9])
+def test_a_clock_that_is_set_a_little_moves_the_robot_no_further(step_s: float) -> None:
+    rig = running()
+    while rig.run.worker.due_ns is None:  # an answer is under way, too
+        rig.play(DT / 2)
+    rig.run.clock.set_by(round(step_s * 1e9))
+    rig.play(4.0)
+    assert rig.control.counters["clock_jumps"] == 0 and rig.control.substate is Substate.RUNNING
+    assert rig.watch.acceleration <= 10.0 * (1 + 1e-6) and rig.watch.speed <= 2.0 * (1 + 1e-6)
+
+
+def test_a_jump_between_two_ticks_is_seen_by_an_answer_that_comes_first() -> None:
+    rig = running()
+    while rig.run.worker.due_ns is None:
+        rig.play(DT / 2)
+    sent = len(rig.plans)
+    rig.run.clock.set_by(-5_000_000_000)
+    rig.run.worker.deliver()
+    rig.control.on_worker()
+    assert len(rig.plans) == sent and rig.holds and rig.control.counters["clock_jumps"] == 1
+    assert "jumped by -5.000 s" in rig.control.reason
+
+
+def test_a_step_that_takes_too_long_is_told_of_when_the_plan_has_ended() -> None:
+    hangs: list[int] = []
+    rig = Rig(wander(), lambda call: 3.0 if hangs else 0.2)
+    rig.play(3.0)
+    hangs.append(1)
+    rig.play(3.0)
+    assert rig.control.substate is Substate.HOLDING and not rig.control.fault
+    assert "the last chunk has ended; the policy has worked on the next one for" in rig.control.reason
+    share = rig.control.summary()["stall_share"]
+    assert share is not None and share > 0.1
+    hangs.clear()
+    rig.play(3.0)
+    assert rig.control.substate is Substate.RUNNING and rig.control.reason == ""

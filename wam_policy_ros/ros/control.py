@@ -110,6 +110,9 @@ class ControlLoop(Standing):
         self._in_flight: Request | None = None
         self._input_lost = self._input_refused = self._was_sound = self._policy_lost = False
         self._alone = False  # nobody takes trajectories
+        self._dry = False  # the plan has ended, and that is said
+        self._starved = False  # the robot stands still for want of a chunk
+        self._set_by_ns = self._asked_set_by_ns = 0  # by how much the clock was set so far, and until the last request
         self._refused_prompt: str | None = None
         self._late_in_a_row = self._refused_in_a_row = self._rejected_in_a_row = 0
         self._ticked_ns = 0  # steady time of the last tick; 0: none since the activation
@@ -268,20 +271,16 @@ class ControlLoop(Standing):
         if not self.active:
             return
         now = self._clock()
-        runs = self.substate is Substate.RUNNING and self._output.plan is not None
-        self.pace.tick(now.ros_ns, self._output.plan.end_ns if runs and self._output.plan else None)
+        plan = self._output.plan if self.substate is Substate.RUNNING or self._starved else None
+        self.pace.tick(now.ros_ns, plan.end_ns if plan else None)
         stalled_s, self._ticked_ns = self._stalled_s(now), now.steady_ns
         if stalled_s:
             self.counters["executor_stalls"] += 1
             self._new_session()
             self._say(Substate.HOLDING, f"the node's callbacks stood still for {stalled_s:.2f} s", "stood still")
             return  # what has arrived meanwhile is looked at first
-        if (jump_s := self._watch.update(now)) is not None:
-            self._log("warn", f"the node's clock jumped by {jump_s:+.3f} s: new session")
-            self._inputs.clear()
-            self._output.shift_clock(round(jump_s * 1e9))
-            self._new_session()
-            self.counters["clock_jumps"] += 1
+        if self._clock_jumped(now):
+            return
         if self._in_flight is not None:
             busy_s = now.steady_ns * 1e-9 - self._in_flight.submitted_s
             if busy_s > self._params.safety_deadline_s:
@@ -309,6 +308,37 @@ class ControlLoop(Standing):
         self._was_sound = True
         if not self._frame_comes(now):
             self._ask(now)
+        self._tell_of_dry(now)
+
+    def _tell_of_dry(self, now: Now) -> None:
+        """The plan under way has ended, at rest, and the next chunk is not there."""
+        plan = self._output.plan
+        if self.pace.stops or plan is None or self._spec is None:
+            return
+        dry_s = (now.ros_ns - plan.end_ns) * 1e-9
+        if (self.substate is Substate.RUNNING or self._dry) and dry_s > self._spec.dt_s:
+            self._dry = self._starved = True
+            busy_s = now.steady_ns * 1e-9 - self._in_flight.submitted_s if self._in_flight else 0.0
+            work = f"the policy has worked on the next one for {busy_s:.1f} s" if busy_s else "none is being made"
+            self._say(Substate.HOLDING, f"the last chunk has ended; {work}", "the last chunk has ended")
+
+    def _clock_jumped(self, now: Now) -> bool:
+        """Keep the plan under way where the robot is, whose controller knows nothing of our clock; after a jump begin
+        anew. Asked before anything else is done with a time."""
+        jump_s = self._watch.update(now)
+        step_ns = self._watch.step_ns if jump_s is None else round(jump_s * 1e9)
+        if step_ns:
+            self.motion.shift_clock(step_ns)
+            self._set_by_ns += step_ns
+        if jump_s is None:
+            return False
+        self._inputs.clear()
+        self._new_session()
+        self._input_lost = True
+        self.counters["clock_jumps"] += 1
+        if not self.fault:
+            self._say(Substate.HOLDING, f"the node's clock jumped by {jump_s:+.3f} s: new session")
+        return True
 
     def _stalled_s(self, now: Now) -> float:
         """How long no tick has come, if that is a stall, else 0. The robot has been held from outside then, and nothing
@@ -336,6 +366,8 @@ class ControlLoop(Standing):
         completes = reference_ns not in (None, self._reference_ns)
         self._reference_ns = reference_ns or self._reference_ns
         now = self._clock()
+        if self._clock_jumped(now):
+            return
         if completes and reference_ns is not None:
             self._foresee(now, reference_ns)
         if (
@@ -385,7 +417,8 @@ class ControlLoop(Standing):
         if not self.active:
             return
         if result is not None:
-            if result.request.generation != self._generation or self._stalled_s(self._clock()):
+            now = self._clock()
+            if self._clock_jumped(now) or result.request.generation != self._generation or self._stalled_s(now):
                 self.counters["discarded"] += 1
                 return
             self._in_flight = None
@@ -429,7 +462,7 @@ class ControlLoop(Standing):
             # or be late. The next frame shows it standing.
             return
         self.counters["sessions"] += self._asked_ns == 0
-        self._asked_ns = observation.stamp_ns
+        self._asked_ns, self._asked_set_by_ns = observation.stamp_ns, self._set_by_ns
         self.counters["off_schedule"] += observation.off_schedule
         self.counters["padded"] += observation.padded
         if self._params.control_rtc == "denoiser":
@@ -442,7 +475,7 @@ class ControlLoop(Standing):
 
     def _on_chunk(self, result: Result) -> None:
         assert result.chunk is not None
-        now, stamp_ns = self._clock(), result.request.observation.stamp_ns
+        now, stamp_ns = self._clock(), result.request.observation.stamp_ns + self._set_by_ns - self._asked_set_by_ns
         self.latency_s, self.timings_s = result.latency_s, dict(result.chunk.timings_s)
         if self.step > 0 and result.chunk.reset is None:
             # A call that starts from an empty window takes another time than the next one will.
@@ -462,6 +495,7 @@ class ControlLoop(Standing):
             return
         self._measure(result)
         self._late_in_a_row, self._input_refused, self._policy_lost = 0, False, False
+        self._dry = self._starved = False
         self._refused_in_a_row = 0
         self._count(sent)
         self._due_ns = self.pace.next_due_ns(sent.origin_ns, sent.joined.plan.end_ns)
@@ -510,6 +544,7 @@ class ControlLoop(Standing):
             self.latch(f"{self._late_in_a_row} chunks in a row came too late; {error}")
             return
         self.pace.was_late(age_s)
+        self._dry, self._starved = False, True
         now = self._clock()
         self.motion.hold(now.ros_ns)
         # Only what shows the robot at rest is of use now.
@@ -586,6 +621,7 @@ class ControlLoop(Standing):
             self._generation += 1
             self._worker.new_generation(self._generation)
             self._in_flight = None
+            self._dry = self._starved = False
             self.session_id, self.step = uuid.uuid4().hex, 0
             self._due_ns = self._asked_ns = self._late_in_a_row = 0
 

@@ -69,6 +69,14 @@ class Motion:
         self._chunk = self._way_home = None
         self._output.use(limits)
 
+    def shift_clock(self, by_ns: int) -> None:
+        """The node's clock was set; the robot's is another."""
+        self._output.shift_clock(by_ns)
+        if self._chunk is not None:
+            self._chunk = self._chunk[0], self._chunk[1] + by_ns
+        if self._way_home is not None:
+            self._way_home = self._way_home.shifted(by_ns)
+
     def tighten(self, limits: JointLimits) -> bool:
         """From now on nothing leaves that breaks these. True when the plan under way does."""
         self._limits, plan = limits, self._output.plan
