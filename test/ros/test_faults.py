@@ -415,6 +415,13 @@ def test_limits_are_tightened_while_the_robot_moves_and_never_loosened() -> None
     rig.control.tighten(NodeParameters.from_values({**values, "safety.position_max": 2.0}))
 
 
+def test_a_clock_that_jumps_is_no_time_without_a_command() -> None:
+    rig = running()
+    rig.run.clock.set_by(100 * 10**9)
+    rig.play(3.0)
+    assert rig.control.pace.running_s < 7.0 and rig.control.pace.stalled_s == 0.0
+
+
 @pytest.mark.parametrize("step_s", [0.4, -0.3, 0.9])
 def test_a_clock_that_is_set_a_little_moves_the_robot_no_further(step_s: float) -> None:
     rig = running()

@@ -271,15 +271,16 @@ class ControlLoop(Standing):
         if not self.active:
             return
         now = self._clock()
+        stalled_s, self._ticked_ns = self._stalled_s(now), now.steady_ns
+        jumped = self._clock_jumped(now)
         plan = self._output.plan if self.substate is Substate.RUNNING or self._starved else None
         self.pace.tick(now.ros_ns, plan.end_ns if plan else None)
-        stalled_s, self._ticked_ns = self._stalled_s(now), now.steady_ns
         if stalled_s:
             self.counters["executor_stalls"] += 1
             self._new_session()
             self._say(Substate.HOLDING, f"the node's callbacks stood still for {stalled_s:.2f} s", "stood still")
             return  # what has arrived meanwhile is looked at first
-        if self._clock_jumped(now):
+        if jumped:
             return
         if self._in_flight is not None:
             busy_s = now.steady_ns * 1e-9 - self._in_flight.submitted_s
@@ -329,6 +330,7 @@ class ControlLoop(Standing):
         step_ns = self._watch.step_ns if jump_s is None else round(jump_s * 1e9)
         if step_ns:
             self.motion.shift_clock(step_ns)
+            self.pace.shift_clock(step_ns)
             self._set_by_ns += step_ns
         if jump_s is None:
             return False

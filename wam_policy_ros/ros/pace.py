@@ -107,6 +107,11 @@ class Pace:
         self.running_s += (now_ns - last) * 1e-9
         self.stalled_s += max(0, now_ns - max(last, plan_end_ns)) * 1e-9
 
+    def shift_clock(self, by_ns: int) -> None:
+        """The clock of ``tick`` was set."""
+        if self._last_ns is not None:
+            self._last_ns += by_ns
+
     @property
     def stall_share(self) -> float | None:
         """Part of the running time in which the robot lacked a command; None before it ran."""
