@@ -337,7 +337,7 @@ def _after_burst(played: Played) -> Check:
             return "no request after the burst"
         used = int(later[0].observation.frame_stamps_ns[burst[0]][-1])
         there = [a.stamp_ns for a in played.arrivals if a.stream == burst[0] and a.at_ns <= later[0].at_ns]
-        last = next(a.stamp_ns for a in played.arrivals if a.stream == burst[0] and a.at_ns == burst[2])
+        last = [a.stamp_ns for a in played.arrivals if a.stream == burst[0] and a.at_ns == burst[2]][-1]
         if played.sent_ns[camera].index(last) != expected:
             return f"the burst ends with frame {played.sent_ns[camera].index(last)}"
         index, newest = played.sent_ns[camera].index(used), played.sent_ns[camera].index(max(there))

@@ -226,10 +226,21 @@ def test_compressed_that_is_no_colour_image_is_refused(fmt: str, data: bytes, wh
 
 
 def test_broken_jpeg_is_an_error_not_none() -> None:
-    msg = CompressedImage(format="jpeg", data=b"\xff\xd8\xff" + b"\0" * 40)
+    msg = CompressedImage(format="jpeg", data=b"\xff\xd8\xff" + b"\0" * 40 + b"\xff\xd9")
     check_image(msg, "t")
     with pytest.raises(InvalidImage, match="broken"):
         image_to_rgb(msg, "t")
+
+
+@pytest.mark.parametrize("suffix", ["jpeg", "png"])
+def test_half_a_compressed_image_is_dropped_and_bytes_after_its_end_do_no_harm(suffix: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    data = cv2.imencode(f".{suffix}", noise)[1].tobytes()
+    for cut in (len(data) // 3, len(data) // 2, len(data) - 10):
+        with pytest.raises(InvalidImage, match="truncated"):
+            check_image(CompressedImage(format=suffix, data=data[:cut]), "t")
+    for behind in (b"", b"\0" * 100, b"vendor"):
+        check_image(CompressedImage(format=suffix, data=data + behind), "t")
 
 
 def test_pad_keeps_the_aspect_and_centres() -> None:

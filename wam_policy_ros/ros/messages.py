@@ -34,6 +34,7 @@ MAX_ASPECT = 3.0
 VIEWS = ("whole", "left", "right")
 
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+_JPEG_END, _PNG_END = b"\xff\xd9", b"IEND"
 _NOT_COLOUR = ("compresseddepth", "16uc1", "32fc1", "mono16")
 
 
@@ -131,6 +132,10 @@ def _check_compressed(msg: Any, topic: str) -> None:
     head = bytes(msg.data[:8])
     if not head.startswith(_JPEG) and head != _PNG:
         raise _invalid("not a jpeg or png", topic, f"format {msg.format!r}, first bytes {head.hex()}", "jpeg or png")
+    # A decoder makes a picture of half a jpeg, too, grey from there on. Its end cannot occur earlier but in the header,
+    # and some cameras put bytes of their own after it.
+    if (_JPEG_END if head.startswith(_JPEG) else _PNG_END) not in bytes(msg.data[len(msg.data) // 2 :]):
+        raise _invalid("truncated jpeg or png", topic, f"{len(msg.data)} bytes without an end", "a whole image")
 
 
 def describe_image(msg: Any, rules: ImageRules = AS_LABELLED) -> str:

@@ -210,7 +210,8 @@ class CameraInput:
         self.dropped.clear()
         if self._out:
             self._out = False
-            self.drops.rearm()
+            if self._arrived_before:  # what came before the first usable image was told already
+                self.drops.rearm()
             if self._arrived_before and quiet_s > self._limits.max_age_s:
                 self._tell(f"{self.what}: back after {quiet_s:.2f} s without a usable image")
         self._arrived_before = True
