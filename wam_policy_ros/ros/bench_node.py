@@ -78,6 +78,7 @@ def play(options: argparse.Namespace) -> dict[str, Any]:
     import rclpy
     from rclpy.node import Node
     from sensor_msgs.msg import Image, JointState
+    from trajectory_msgs.msg import JointTrajectory
 
     from .messages import ns_to_stamp, rgb_to_image
     from .qos import sensor_qos
@@ -90,6 +91,7 @@ def play(options: argparse.Namespace) -> dict[str, Any]:
     topics = [f"{c.topic}/image_raw" for c in get_embodiment(EMBODIMENT).cameras]
     cameras = [node.create_publisher(Image, topic, qos) for topic in topics]
     joints = node.create_publisher(JointState, "joint_states", 10)
+    node.create_subscription(JointTrajectory, "joint_trajectory", lambda msg: None, 1)  # the controller's place
     state = JointState(name=list(JOINTS), position=[0.1] * len(JOINTS))
     _wait(lambda: all(p.get_subscription_count() for p in (*cameras, joints)), "the node does not subscribe")
     time.sleep(0.5)  # the other side has to match as well
