@@ -101,3 +101,4 @@ def test_a_publisher_that_does_not_fit_is_logged_with_its_topic(stack: ExitStack
     wait_for(lambda: [s for s in system.lines if "incompatible QoS" in s], 15, "the event")
     line = next(s for s in system.lines if "incompatible QoS" in s)
     assert f"{NAMESPACE}/{SPEC.cameras[2].topic}" in line and "image.reliable: false" in line
+    wait_for(lambda: "incompatible QoS" in system.robot.state.get("reason", ""), 5, "the reason")

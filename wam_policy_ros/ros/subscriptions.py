@@ -60,13 +60,15 @@ def subscribe(
         if isinstance(stream, CameraInput):
             after_image()
 
+    refused: dict[int, str] = {}
+
     def one(kind: type, stream: CameraInput | JointStateInput, qos: QoSProfile) -> None:
         def incompatible(event: Any) -> None:
-            warn(
-                f"{stream.shown}: {event.total_count} publisher(s) with incompatible QoS (policy "
-                f"{event.last_policy_kind}), from which nothing is received; remedy: "
-                "image.reliable: false, or a reliable publisher"
+            refused[id(stream)] = (
+                f"{event.total_count} publisher(s) with incompatible QoS (policy {event.last_policy_kind}), from which "
+                "nothing is received"
             )
+            warn(f"{stream.shown}: {refused[id(stream)]}; remedy: image.reliable: false, or a reliable publisher")
 
         events = SubscriptionEventCallbacks(incompatible_qos=lambda event: guard(incompatible, event))
         received = node.create_subscription(
@@ -81,8 +83,9 @@ def subscribe(
 
     def look(refuse: bool = False) -> None:
         for kind, stream in streams:
-            stream.offered = "" if stream.received else _offered(node, stream.topic, kind)
-            if stream.offered and refuse:
+            offered = "" if stream.received else _offered(node, stream.topic, kind)
+            stream.offered = offered or refused.get(id(stream), "")
+            if offered and refuse:
                 raise ConfigError(f"{stream.shown} cannot be received: {stream.offered}", remedy=_TYPE_REMEDY)
 
     look(refuse=True)  # those that are known already; the others make the node wait and say why
