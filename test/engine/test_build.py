@@ -533,3 +533,14 @@ def test_a_picture_size_that_nobody_published_is_not_assumed(folder, no_weights)
     (folder / METADATA).write_text(json.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"top_camera-images-rgb.*resolution"):
         _build(folder, embodiment="yam")
+
+
+@pytest.mark.parametrize("random_weights", [None, "tiny"])
+def test_an_option_this_machine_cannot_carry_out_is_refused_before_weights_are_read(
+    folder, no_weights, random_weights, monkeypatch
+):
+    monkeypatch.setattr(build.DreamZero, "with_random_weights", build.load_network)
+    cpu_cannot = EngineConfig.preset("bf16", torch.device("cpu"))
+    source = {"random_weights": random_weights, "checkpoint": None} if random_weights else {}
+    with pytest.raises(ConfigError, match="graphs need a GPU"):
+        _build(folder, config=cpu_cannot, **source)

@@ -71,6 +71,13 @@ def test_dry_run_names_what_would_not_work(tmp_path: Path, capsys: pytest.Captur
     assert any("224x224" in line for line in said["warnings"])
 
 
+def test_dry_run_refuses_what_this_machine_cannot_carry_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path / "ckpt")
+    for policy in (str(folder), "--random-weights=tiny"):
+        code, said = report(capsys, policy, "--dry-run", "--port", "0", "--device", "cpu", "--preset", "bf16")
+        assert code == 1 and ["graphs need a GPU" in problem for problem in said["problems"]] == [True], said
+
+
 def test_contradictions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         ([], "give a checkpoint"),

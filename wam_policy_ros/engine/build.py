@@ -25,7 +25,7 @@ from .device import no_memory_is_overload, on_device
 from .fp8 import fp8_for
 from .fp8_checkpoint import load_network, online
 from .policy import DreamZeroPolicy
-from .preflight import Platform, warnings_of
+from .preflight import Platform, refuse_impossible, warnings_of
 from .survey import load_tokenizer, survey
 
 Progress = Callable[[str, float], None]
@@ -94,6 +94,9 @@ def _build(
         folder = read_folder(checkpoint)
         found = survey(folder, embodiment=embodiment, tokenizer=tokenizer or None)
         robot, statistics, tokens = found.demand(get_embodiment(embodiment).tag)
+        # Before gigabytes are read; the step asks again for what it is given.
+        assert found.config is not None
+        refuse_impossible(config, Platform.of(where), found.config.dit, dtype)
         fp8 = fp8_for(where) if config.linears == "fp8" else None
         network = load_network(folder, fp8=fp8, device=where, dtype=dtype, progress=progress)
     except CheckpointFileError as error:
@@ -175,6 +178,7 @@ def _random_policy(
     if preset not in RANDOM_PRESETS:
         raise ConfigError("unknown random network", got=repr(preset), expected=f"one of {list(RANDOM_PRESETS)}")
     network_config = DreamZeroConfig.tiny() if preset == "tiny" else DreamZeroConfig.dreamzero_14b()
+    refuse_impossible(config, Platform.of(device), network_config.dit, dtype)
     progress(f"making the {preset} network with random weights", 0.0)
     # Quantised as they are drawn, so that no more than the step needs is ever on the device.
     convert = online(fp8_for(device)) if config.linears == "fp8" else None

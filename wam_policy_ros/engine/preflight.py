@@ -77,7 +77,7 @@ def refuse_impossible(config: EngineConfig, platform: Platform, dit: DiTConfig, 
         return
     gpu = platform.backend != "cpu"
     if config.graphs and not gpu:
-        raise ConfigError("graphs need a GPU", got="device cpu", remedy="set graphs: false")
+        raise ConfigError("graphs need a GPU", got="device cpu", remedy="set graphs: false, or preset: reference")
     if config.attention == "cudnn":
         if platform.backend != "cuda":
             raise ConfigError(

@@ -29,7 +29,8 @@ def dry_run(args: argparse.Namespace, config: ServerConfig) -> int:
     report["memory"] = None if args.fake else _memory(args, config, report)
     report["endpoint"] = _endpoint(config, report)
     report["dialects"] = _dialects(config, spec, report)
-    report.pop("_network", None), report.pop("_engine", None)
+    for private in [name for name in report if name.startswith("_")]:
+        del report[private]
     if args.json:
         print(json.dumps(report, indent=1))
     else:
@@ -58,9 +59,10 @@ def _policy(args: argparse.Namespace, report: dict[str, Any]) -> PolicySpec:
     from .inspect import describe, network_report
 
     if args.random_weights:
-        tiny = args.random_weights == "tiny"
+        network = DreamZeroConfig.tiny() if args.random_weights == "tiny" else DreamZeroConfig.dreamzero_14b()
         report["policy"] = f"RANDOM WEIGHTS ({args.random_weights} network, never trained): not a policy"
-        report["_network"] = network_report(DreamZeroConfig.tiny() if tiny else DreamZeroConfig.dreamzero_14b())
+        report["_network"] = network_report(network)
+        _impossible(args, network, report)
         return spec_of(robot, weights=report["policy"], random_weights=True)
     report["policy"] = f"checkpoint {args.checkpoint}"
     try:
@@ -72,6 +74,8 @@ def _policy(args: argparse.Namespace, report: dict[str, Any]) -> PolicySpec:
     found = survey(folder, embodiment=args.embodiment, tokenizer=args.tokenizer)
     report["_network"] = describe(found).get("network")
     report["problems"] += [str(fault) for fault in found.faults(robot.tag)]
+    if found.config is not None:
+        _impossible(args, found.config, report)
     known = found.robots.get(robot.tag)
     return spec_of(known[0] if isinstance(known, tuple) else robot, weights=report["policy"])
 
@@ -95,6 +99,23 @@ def _engine_options(args: argparse.Namespace, report: dict[str, Any]) -> None:
         report["engine"] = f"{config.evaluations_text} evaluations, tier {config.tier}"
     except (WamError, TypeError) as error:
         report["problems"].append(f"engine options: {error}")
+
+
+def _impossible(args: argparse.Namespace, network: Any, report: dict[str, Any]) -> None:
+    """What this machine cannot carry out of the engine's options, where it has the device."""
+    from wam_policy_ros.engine.build import resolve_device, resolve_dtype
+    from wam_policy_ros.engine.preflight import Platform, refuse_impossible
+
+    if (engine := report.get("_engine")) is None:
+        return
+    try:
+        device = resolve_device(args.device)
+    except ConfigError:
+        return  # a device that is not there is told with the memory
+    try:
+        refuse_impossible(engine, Platform.of(device), network.dit, resolve_dtype(engine.dtype, device))
+    except ConfigError as error:
+        report["problems"].append(str(error))
 
 
 def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, Any]) -> dict[str, Any] | None:
@@ -142,7 +163,7 @@ def _sizes(network: dict[str, Any], engine: Any) -> tuple[float, float]:
         weights -= network["eight_bit_parameters"] / 2**30
     if engine.text == "streamed":
         weights -= 2 * network["components"]["umT5 text encoder"]["parameters"] / 2**30
-    return weights, network["fused_session_GiB"]["fp8" if engine.attention == "fp8" else "native"]
+    return max(weights, 0.0), network["fused_session_GiB"]["fp8" if engine.attention == "fp8" else "native"]
 
 
 def _endpoint(config: ServerConfig, report: dict[str, Any]) -> list[str]:
