@@ -282,6 +282,8 @@ def test_home_goes_there_at_limited_speed_and_waits_for_start(velocities: bool) 
 def test_home_is_refused_with_a_reason() -> None:
     commands = Commands((rig := running()).control)
     assert commands.home()[0] is False and "home.positions is not set" in commands.home()[1]
+    rig.play(0.2)
+    assert "refused: home.positions is not set" in rig.control.reason and "~/start" in rig.control.reason
     rig = running(**{"home.positions": [*HOME[:6], 3.5, 0.0]})
     assert "the way home breaks a limit" in Commands(rig.control).home()[1]
     rig = running(**{"home.positions": HOME[:7]})

@@ -161,7 +161,8 @@ class ClipRobot(Node):
         positions = np.array([p.positions for p in msg.points])
         after_s = np.array([p.time_from_start.sec + p.time_from_start.nanosec * 1e-9 for p in msg.points])
         speeds = np.array([p.velocities for p in msg.points])
-        self.recorder.trajectories.append((now_s, after_s, positions, speeds))
+        if self._record:
+            self.recorder.trajectories.append((now_s, after_s, positions, speeds))
         interval_s = None if self._last_s is None else now_s - self._last_s
         self._last_s, self.received = now_s, self.received + 1
         kind = "  (hold)" if len(positions) == 1 else ""
@@ -191,8 +192,9 @@ class ClipRobot(Node):
             if progress != (was.get("phase"), was.get("message"), int(10 * was.get("fraction", 0))):
                 self._say(f"{self._now_s():8.3f}s  node {loading['message']} {loading['fraction']:.0%}")
         elif shown != before:
-            line = f"{self._now_s():8.3f}s  node {state.get('lifecycle')}, {state.get('substate')}: "
-            self._say(line + str(state.get("fault") or state.get("reason") or ""))
+            line = f"{self._now_s():8.3f}s  node {state.get('lifecycle')}, {state.get('substate')}"
+            why = state.get("fault") or state.get("reason")
+            self._say(f"{line}: {why}" if why else line)
 
     def _on_status(self, msg: String) -> None:
         self.recorder.statuses.append((self._now_s(), msg.data))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +94,9 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--joint-names", nargs="+", metavar="NAME", help="default: a Panda with a Robotiq gripper")
     parser.add_argument("--home", nargs="+", type=float, metavar="POSITION", help="start of the joints [rad]")
     parser.add_argument("--prompt", help="publish this instruction on the node's ~/prompt")
-    parser.add_argument("--seconds", type=float, default=20.0, help="end by itself after this time [s]")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="end by itself after this time [s]; default: at Ctrl-C"
+    )
     parser.add_argument(
         "--wait-for-node",
         type=float,

@@ -62,12 +62,14 @@ class Commands:
             return False, f"latched: {loop.fault}"
         if (measured := loop.measured()) is None:
             return False, "the joints' positions are not known"
-        loop.operator.stop("at home or on the way there")
+        loop.operator.stop("stopped by ~/home")
         loop.stand_still(loop.operator.reason)
         try:
             seconds = loop.go_home(measured)
         except WamError as error:
-            return False, str(error)
+            loop.operator.stop(f"stopped by ~/home, which was refused: {error.what}")
+            return False, f"{error}; the robot stands still until ~/start"
+        loop.operator.stop("at home or on the way there")
         return True, f"on the way home for {seconds:.1f} s"
 
     def reset(self) -> Answer:
