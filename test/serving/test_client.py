@@ -239,6 +239,28 @@ def test_a_lost_connection_ends_its_sessions_and_the_next_one_works() -> None:
         assert policy.infer(idle, look(1)).step == 0
 
 
+def test_a_connection_that_ends_while_a_call_is_prepared_ends_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other connection may carry the session on: the server knows nothing of it."""
+    with ScriptServer() as server:
+        policy = connect(server.uri)
+        session = policy.open()
+        policy.infer(session, look(0))
+        check = policy._check
+
+        def drops_afterwards(given: Any) -> None:
+            check(given)
+            link = policy._link
+            server.drop()
+            end_s = time.monotonic() + 10
+            while link.open and time.monotonic() < end_s:
+                time.sleep(0.001)
+
+        monkeypatch.setattr(policy, "_check", drops_afterwards)
+        with pytest.raises(PolicyUnavailable, match="carried the session"):
+            policy.infer(session, look(1))
+        assert len(server.infers()) == 1 and session.lost
+
+
 def test_a_server_that_is_gone_says_so_and_comes_back() -> None:
     with ScriptServer() as server:
         policy = connect(server.uri)

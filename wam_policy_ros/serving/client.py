@@ -204,6 +204,10 @@ class RemotePolicy:
 
     def _check(self, session: Any) -> None:
         self._check_owner(session)
+        self._check_link(session)
+
+    def _check_link(self, session: RemoteSession) -> None:
+        """Raises PolicyUnavailable when the connection that carried the session is gone: no other one may go on."""
         link: Link | None = session.link
         if session.lost or (link is not None and not (link is self._link and link.open)):
             session.lost = True
@@ -214,6 +218,8 @@ class RemotePolicy:
             )
 
     def _linked(self, session: RemoteSession, deadline_s: float, cancel: Cancel) -> Link:
+        # Asked again: since the call began the connection may have been found closed.
+        self._check_link(session)
         if self._link is None or not self._link.open:
             self.disconnect()
             link, spec = _connect(self._config, deadline_s, cancel)
@@ -224,6 +230,7 @@ class RemotePolicy:
             self._forgotten.pop(0)
         if self._link is None:
             raise PolicyUnavailable(f"the policy server {self._config.link.uri} was left")
+        self._check_link(session)
         session.link = self._link
         return self._link
 
