@@ -481,6 +481,14 @@ class TestJointStates:
         stream.on_message(msg, at(0))
         np.testing.assert_array_equal(stream.at(T0), np.arange(8) / 10)
 
+    def test_names_that_do_not_match_are_told(self) -> None:
+        stream = self.make()
+        stream.on_message(joints(0, dict.fromkeys([f"arm_{i}" for i in range(40)], 1.0)), at(0))
+        with pytest.raises(MissingInput, match=r"1 messages on joint_states, which name \['arm_0', .*'arm_15'\]"):
+            stream.check(at(0))
+        stream.on_message(joints(5, dict.fromkeys(NAMES, 1.0)), at(5))
+        stream.check(at(5))
+
     def test_two_publishers_with_a_part_each(self) -> None:
         stream = self.make()
         stream.on_message(joints(0, dict.fromkeys(NAMES[:7], 1.0)), at(0))

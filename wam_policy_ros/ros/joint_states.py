@@ -17,6 +17,8 @@ from .streams import RESTART_NS, ZERO_STAMP, Limits, Now, check_age
 
 PLAUSIBLE = 100.0
 """No joint of a robot is that far from zero, in rad or in m: it is in degrees, or not initialised."""
+NAMES_KEPT = 16
+"""As many names of other joints are told when one of ours is missing."""
 
 
 class JointStateInput:
@@ -41,6 +43,7 @@ class JointStateInput:
         self._tell = tell
         self._out_ns: int | None = None  # an outage was reported; since when, as far as known
         self._index = {name: i for i, name in enumerate(names)}
+        self._others: dict[str, None] = {}  # joints of the messages that are not ours, while one of ours is missing
         self._samples: list[deque[tuple[int, float]]] = [deque() for _ in names]
         self._arrived_ns = [0] * len(self.names)
         self._limits, self._keep_ns = limits, round(keep_s * 1e9)
@@ -55,6 +58,8 @@ class JointStateInput:
         self.received += 1
         names, positions = msg.name, msg.position
         ours = [self._index[n] for n in names if n in self._index]
+        if len(self._others) < NAMES_KEPT and not all(self._samples):
+            self._others |= dict.fromkeys(n for n in names if n not in self._index)
         if not positions:
             # Not logged: velocities of other joints may well come on a topic of their own. A hold says it.
             self._drop(ours, "no positions", "velocities or efforts only")
@@ -133,6 +138,7 @@ class JointStateInput:
         dropped = self.dropped[missing[0]]
         lost = f", {text}" if (text := dropped.text()) else ""
         lost += f"; {self.offered}" if self.offered and not self.received else ""
+        lost += f", which name {list(self._others)[:NAMES_KEPT]}" if self._others else ""
         return MissingInput(
             f"no position of joints {[self.names[i] for i in missing]}",
             field=self.topic,
