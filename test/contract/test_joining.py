@@ -173,6 +173,29 @@ def test_a_gripper_switches_at_once_without_overshoot_and_no_faster_than_allowed
     assert slow.plan.positions[-1, 2] == 0.0 and (slow.plan.positions[:, 2] > 0.001).sum() > 10
 
 
+@pytest.mark.parametrize("ease", [True, False])
+def test_a_gripper_that_is_replanned_in_mid_stroke_stays_in_its_range(ease: bool) -> None:
+    rng, plan, now = np.random.default_rng(0), STILL, T0
+    low = high = 0.02
+    for _ in range(200):
+        finger = np.where(rng.uniform(0, 1.6) > RAMP, *rng.permutation([0.0, 0.04])) if rng.random() < 0.8 else 0.02
+        targets = rows(0.0, 0.5, finger)
+        lead = times_s(first=float(rng.uniform(1, 2)) * DT)
+        allowed = limits(finger_speed=np.inf)
+        plan = join(plan, targets, lead, now, allowed, Rules(ease_grippers=ease), at_rest=False).plan
+        now += round(float(rng.uniform(0.2, 0.6)) * 1e9)
+        done = plan.sample(np.arange(plan.times_ns[0], now, 2_000_000))[0][:, 2]
+        low, high = min(low, done.min()), max(high, done.max())
+    assert bool(low > -1e-6 and high < 0.04 + 1e-6) is ease, (low, high)
+
+
+def test_an_eased_gripper_is_where_it_is_told_to_be_after_a_few_rows() -> None:
+    joined = first(rows(0.0, 0.5, np.where(RAMP < 0.5, 0.04, 0.0)), Rules(ease_grippers=True), finger_speed=np.inf)
+    finger = joined.plan.positions[1:, 2]
+    switch = int((RAMP < 0.5).sum())
+    assert finger[switch] <= 0.02 and finger[switch + 4] < 0.002 and abs(finger[-1]) < 1e-6
+
+
 def test_smoothstep_starts_and_ends_without_a_kink() -> None:
     w, slope = smoothstep(6, 10)
     assert 0 < w[0] < 0.1 and 0.9 < w[5] < 1.0

@@ -26,6 +26,9 @@ from .safety import Violation, first_step, outside, row_speed, too_sharp, violat
 PEAK = 1.5
 """Highest speed of a cubic that does not overshoot, over its mean speed."""
 
+EASE = 0.5
+"""Part of the way to the end of its range that an eased gripper goes in one row."""
+
 BRAKES = (0, 2, 4, 8, 16)
 """Rows over which a plan comes to rest at its end, tried in this order."""
 
@@ -56,6 +59,9 @@ class Rules:
         jitter_s: the controller begins a plan up to so much later after its publication than the plan before, or
             earlier; the limits are kept all the same. Without velocities it is not looked at.
         absolute: the controller is told when to begin, so it only begins late, and ends in time.
+        ease_grippers: a gripper comes to the ends of its range over some rows. Otherwise one that is replanned in
+            mid-stroke is led beyond: the controller goes on at the speed of the moment for up to two rows. For
+            grippers that are told their rows one by one it is of no use.
     """
 
     blend_steps: int = 6
@@ -65,6 +71,7 @@ class Rules:
     max_outside: float = 0.1
     jitter_s: float = 0.0
     absolute: bool = False
+    ease_grippers: bool = False
 
     def __post_init__(self) -> None:
         if min(self.blend_steps, self.max_excess, self.max_outside, self.jitter_s) < 0:
@@ -145,7 +152,7 @@ def join(
     step_ns = times_ns[2] - times_ns[1] if len(times_ns) > 2 else times_ns[1] - times_ns[0]
     before = old.at(int(times_ns[1] - step_ns))
     wanted = velocities(targets, times_s, before=(before, times_s[0] - step_ns * 1e-9))
-    gripper = _gripper(times_ns, start, targets, limits)
+    gripper = _gripper(times_ns, start, targets, limits, ease=rules.ease_grippers)
     for allowed, shape in _tries(limits, rules, len(targets), at_rest):
         if shape.speed < 1.0 and (worst is None or worst.excess > rules.max_excess):
             break
@@ -276,16 +283,23 @@ def _paced(times_s: Floats, q: Floats, v: Floats | None, shape: _Shape) -> tuple
 
 
 def _gripper(
-    times_ns: np.ndarray, start: tuple[Floats, Floats], targets: Floats, limits: JointLimits
+    times_ns: np.ndarray, start: tuple[Floats, Floats], targets: Floats, limits: JointLimits, *, ease: bool
 ) -> tuple[Floats, Floats]:
     """Positions and velocities ``[M + 1, G]`` of the grippers: towards their targets as fast as allowed, on the rows'
     own times."""
+    low, high = limits.position_min[limits.gripper], limits.position_max[limits.gripper]
     times_s, columns = np.asarray((times_ns - times_ns[0]) * 1e-9), np.flatnonzero(limits.gripper)
     q = np.concatenate([start[0][None], targets])[:, columns]
     v0, top = np.abs(start[1][columns]), limits.velocity[columns]
     for k in range(1, len(q)):
         reach = (top - (v0 / 2 if k == 1 else 0.0)) * (times_s[k] - times_s[k - 1]) / PEAK
-        q[k] = q[k - 1] + np.clip(q[k] - q[k - 1], -reach, reach)
+        down, up = -reach, reach
+        if ease:
+            # So a cubic that begins anywhere on the way with its speed v stays inside: v * 0.2 s / 3 is less than what
+            # is left to the end.
+            down = np.maximum(down, -EASE * np.maximum(q[k - 1] - low, 0.0))
+            up = np.minimum(up, EASE * np.maximum(high - q[k - 1], 0.0))
+        q[k] = q[k - 1] + np.clip(q[k] - q[k - 1], down, up)
     v = minmod(times_s, q)
     v[0] = start[1][columns]
     return q, v

@@ -61,6 +61,7 @@ class Motion:
             max_outside=params.safety_clamp_outside,
             jitter_s=params.control_jitter_s,
             absolute=params.control_stamp == "absolute",
+            ease_grippers=params.gripper_ease and params.gripper_mode in ("in_trajectory", "trajectory"),
         )
 
     def activate(self, spec: PolicySpec, limits: JointLimits) -> None:

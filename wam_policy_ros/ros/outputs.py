@@ -122,9 +122,9 @@ class TrajectoryOutput:
             with np.errstate(divide="ignore", invalid="ignore"):
                 b = np.nan_to_num((4.0 - a * time_s / np.abs(v)) / 6.0, nan=0.0, posinf=0.0, neginf=0.0)
             target[arm] += (np.clip(b, 0.0, 0.5) * v * time_s)[arm]
-            target[arm] = np.clip(
-                target, np.minimum(self._limits.position_min, q), np.maximum(self._limits.position_max, q)
-            )[arm]
+            target[~arm] += (v * time_s / 3)[~arm]  # without coming back
+            least, most = np.minimum(self._limits.position_min, q), np.maximum(self._limits.position_max, q)
+            target = np.clip(target, least, most)
         times[1] = now_ns + round(time_s * 1e9)
         return Plan(times, np.stack([q, target]), np.stack([v, np.zeros_like(v)]))
 

@@ -267,6 +267,12 @@ class NodeParameters:
         "continuous: the policy's value; binary: open or closed by threshold and hysteresis",
         choices=("continuous", "binary"),
     )
+    gripper_ease: bool = _p(
+        False,
+        "gripper.ease",
+        "trajectories: half of the way to an end of the range per row; false: at once, and a gripper that is replanned "
+        "in mid-stroke is led beyond its end for a moment",
+    )
     gripper_threshold: float = _p(
         0.5, "gripper.threshold", "binary: policy values above it mean closed", low=0.0, high=1.0
     )
