@@ -22,6 +22,7 @@ BENCHES: dict[str, Bench] = {
         "bench_suite.accuracy", "error of each configuration against float32: per layer, flow and action"
     ),
     "load": Bench("bench_suite.load", "weights from the page cache to the device, and networks with them"),
+    "predict": Bench("bench_suite.predict", "a step on 2, 4 and 8 GPUs, predicted from a report of one"),
     "table": Bench("bench_suite.markdown", "the README's table, or the chart, from a report of wam bench step"),
     "vae": Bench("bench_suite.vae", "the VAE's encoder, plain and fast; convolutions checked and timed; preprocessing"),
     "kernels": Bench("bench_suite.kernels", "each fused operation against its twin and the memory bandwidth"),
