@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import json
 
+import torch
+
+from test.engine.tiny_policy import make_policy
+from test.tiny_checkpoint import config_json
+from wam_policy_ros.model.config import DreamZeroConfig
+from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.tools.bench_suite.accuracy import Outcome, compare, outcome, widened
 from wam_policy_ros.tools.main import main
 
 
@@ -12,7 +19,9 @@ def test_errors_against_float32(tmp_path, capsys):
     file = tmp_path / "accuracy.json"
     words = ["--network", "tiny", "--device", "cpu", "--config", "plain,bf16,fp8", "--evaluations", "5"]
     assert main(["bench", "accuracy", *words, "--json", str(file)]) == 0
-    rows = {r["configuration"]: r for r in json.loads(file.read_text())["rows"]}
+    report = json.loads(file.read_text())
+    rows = {r["configuration"]: r for r in report["rows"]}
+    assert len(report["stages"]) == 9 and all(s["seconds"] > 0 and s["host_peak_GiB"] > 0 for s in report["stages"])
     assert max(rows["plain"]["block_input"]) == rows["plain"]["video_flow"] == rows["plain"]["actions"][1]["max"] == 0
     for name, low, high in (("bf16", 0, 1e-5), ("fp8", 1e-3, 0.15)):
         row = rows[name]
@@ -20,4 +29,34 @@ def test_errors_against_float32(tmp_path, capsys):
         assert low < row["video_flow"] < high and low < row["action_flow"] < high
         for call in row["actions"]:
             assert call["rms"] < high * call["spread"] and call["rms"] <= call["max"]
-    assert "random weights" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "random weights" in said and "fp8: input of block 2" in said and "fp8: call 2" in said
+
+
+def test_the_reference_shares_the_large_weights():
+    """And computes what a network would whose weights are float32."""
+    config = DreamZeroConfig.from_config_json(config_json(text_len=256))
+    narrow = DreamZero.with_random_weights(config, dtype=torch.bfloat16)
+    wide = widened(narrow)
+    copy = DreamZero.on_meta(config)
+    copy.load_state_dict({n: p.float() for n, p in narrow.state_dict().items()}, assign=True)
+    wide.text_encoder = copy.text_encoder
+    a, b = ([], []), ([], [])
+    for (calls, blocks), network in ((a, wide), (b, copy)):
+        flows = outcome(make_policy(network=network), 2, lambda i, x, c=calls: c.append(torch.from_numpy(x)),
+                        lambda i, x, c=blocks: c.append(x.clone()))  # fmt: skip
+        calls += flows
+    assert wide.dtype == torch.float32 and len(a[1]) == 2
+    assert all(torch.equal(x, y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
+    shared = wide.model.blocks[0].ffn[0].weight
+    assert shared.dtype == torch.bfloat16 and shared.data_ptr() == narrow.model.blocks[0].ffn[0].weight.data_ptr()
+
+
+def test_what_is_known_is_written_at_once():
+    policy = make_policy()
+    rows, blocks, written = [], [], []
+    flows = outcome(policy, 1, lambda i, x: rows.append(x + 1), lambda i, x: blocks.append(2 * x.clone()))
+    row = {"configuration": "plain"}
+    compare(policy, Outcome(blocks, *flows, rows), row, lambda: written.append(json.dumps(row)))
+    assert [len(json.loads(w)["block_input"]) for w in written] == [0, 1, 2] and len(row["actions"]) == 1
+    assert row["actions"][0]["rms"] == 1 and row["block_input"] == [0.5, 0.5] and row["video_flow"] == 0

@@ -35,15 +35,22 @@ def build(args: argparse.Namespace, config: EngineConfig) -> DreamZeroPolicy:
         tokenizer=args.tokenizer,
         device=args.device,
         config=config,
-        progress=_progress,
+        progress=_Progress(),
     )
 
 
-def _progress(text: str, fraction: float) -> None:
-    if text.startswith(WARNING):
-        print(f"\n  {text}", file=sys.stderr)
-    else:
-        print(f"\r  {text} {fraction:.0%}   ", end="", file=sys.stderr)
+class _Progress:
+    """A line that is written again when the text or the percentage changes."""
+
+    def __init__(self) -> None:
+        self._shown = ("", -1)
+
+    def __call__(self, text: str, fraction: float) -> None:
+        if text.startswith(WARNING):
+            print(f"\n  {text}", file=sys.stderr)
+        elif self._shown != (text, percent := int(100 * fraction)):
+            self._shown = (text, percent)
+            print(f"\r  {text} {percent}%   ", end="", file=sys.stderr, flush=True)
 
 
 def reconfigured(policy: DreamZeroPolicy, config: EngineConfig) -> DreamZeroPolicy:
