@@ -15,6 +15,7 @@ from wam_policy_ros.contract.errors import Cancelled, ConfigError, InvalidState
 from wam_policy_ros.contract.interface import CommittedRows, ResetReason
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.fused_path import PREPARED_WINDOWS
+from wam_policy_ros.engine.policy import with_schedule
 from wam_policy_ros.tools.golden_suite import closed_loop as suite
 from wam_policy_ros.tools.golden_suite.folder import GoldenFolder
 
@@ -53,6 +54,23 @@ def test_equals_the_plain_step(plain, fused):
         assert (got.video.latents - video).abs().max() < LIMIT * video.std()
         assert (got.reset, got.info) == (expected.reset, expected.info)
     assert fused.spec.details["tier"] == "numeric" and plain.spec.details["tier"] == "reference"
+
+
+def test_another_schedule_in_the_same_windows(fused):
+    """Windows and recorded work are shared, the chunks are those of a policy of its own."""
+    six = with_schedule(fused, evaluations=6)
+    assert six.path.graphs is fused.path.graphs and six.path.pool is fused.path.pool
+    assert six.spec.details["evaluations"] == "6 of 16" and fused.spec.details["evaluations"] == "5 of 16"
+    for got, expected in zip(run(six), run(make_policy(replace(FUSED, evaluations=6))), strict=True):
+        assert same(got, expected) and len(got.info["evaluated"]) == 6
+    assert len(run(fused, plan=(1,))[0].info["evaluated"]) == 5
+
+
+def test_another_schedule_is_the_only_thing_that_may_change(fused, plain):
+    with pytest.raises(ConfigError, match="more than the schedule"):
+        with_schedule(fused, evaluations=6, guidance_scale=1.0)
+    with pytest.raises(ConfigError, match="fused"):
+        with_schedule(plain, evaluations=6)
 
 
 @pytest.mark.parametrize(

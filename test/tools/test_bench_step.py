@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from wam_policy_ros.contract.errors import ConfigError, EngineError
-from wam_policy_ros.tools.bench_suite import cold, flops, step, trace
+from wam_policy_ros.tools.bench_suite import cold, flops, network, step, trace, windows
 from wam_policy_ros.tools.bench_suite.ceilings import best
 from wam_policy_ros.tools.bench_suite.configurations import engine_config, parse_changes
 from wam_policy_ros.tools.bench_suite.records import BENCH, append_history, load_anchors
@@ -114,6 +115,41 @@ def test_a_row_that_fails_does_not_take_the_others_along(smaller_network, monkey
     assert "out of memory" in failed["error"] and good["step_s"]["n"] == 4
     said = capsys.readouterr().out
     assert "RuntimeError: out of memory" in said and "failed" in said
+
+
+def test_rows_of_a_configuration_share_prepared_windows(smaller_network, monkeypatch, tmp_path):
+    """One preparation for each fused configuration: the first with the policy, the others before their first row."""
+    prepared, rows = [], []
+    usual, real = step.DreamZeroPolicy.prepare, step.measure
+
+    def prepare(policy, *words):
+        prepared.append((policy.config.linears, len(rows)))
+        usual(policy, *words)
+
+    def measure(policy, **options):
+        rows.append((policy.config.linears, policy.path.pool))
+        return real(policy, **options)
+
+    monkeypatch.setattr(step.DreamZeroPolicy, "prepare", prepare)
+    monkeypatch.setattr(step, "measure", measure)
+    words = ["--windows", "1", "--evaluations", "5,4", "--config", "bf16,fp8", "--device", "cpu", "--no-ceilings"]
+    assert main(["bench", "step", *words, "--no-reaction", "--json", str(tmp_path / "b.json")]) == 0
+    assert prepared == [("native", 0), ("fp8", 2)] and [linears for linears, _ in rows] == ["native"] * 2 + ["fp8"] * 2
+    assert rows[0][1] is rows[1][1] and rows[2][1] is rows[3][1] and rows[0][1] is not rows[2][1]
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert [len(r["calls"]) for r in report["rows"]] == [8] * 4 and "reaction_s" not in report["rows"][0]
+
+
+def test_a_long_cold_window_of_prepared_work_is_cut(smaller_network, monkeypatch):
+    args = argparse.Namespace(embodiment="oxe_droid", checkpoint=None, network="tiny", tokenizer=None, device="cpu")
+    policy = network.build(args, engine_config("bf16", 5, gpu=False))
+    monkeypatch.setattr(windows, "LONG_CALL_S", 0.0)
+    cut = windows.measure(policy, windows=1, prepared=True)
+    assert [(c["position"], c["cold"]) for c in cut["calls"]] == [(p, n < 2) for n, p in enumerate((1, 2, 1, 2, 3, 4))]
+    assert cut["step_s"]["n"] == 4 and policy.path.pool.idle == policy.path.pool.made
+    monkeypatch.setattr(windows, "LONG_CALL_S", 60.0)
+    whole = windows.measure(policy, windows=1, prepared=True)
+    assert [c["position"] for c in whole["calls"]] == [1, 2, 3, 4] * 2 and sum(c["cold"] for c in whole["calls"]) == 4
 
 
 # -- cold starts ------------------------------------------------------------------------------------------------

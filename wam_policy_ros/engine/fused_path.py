@@ -5,13 +5,14 @@ Tier *numeric*: the same algorithm as the plain path with other rounding. With g
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import Cancelled, Overloaded
+from wam_policy_ros.contract.errors import Cancelled, ConfigError, Overloaded
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import ShapeError
@@ -129,6 +130,19 @@ class FusedPath:
             latent_hw=layout.latent[2:],
             kv_dtype=layout.kv_dtype,
         )
+
+    def rescheduled(self, config: EngineConfig) -> FusedPath:
+        """The same windows and recorded work with another schedule: what an evaluation does, it does not decide. Only
+        one of the two may have sessions.
+
+        Raises:
+            ConfigError: more than the schedule differs.
+        """
+        if replace(config, schedule=self.config.schedule, evaluations=self.config.evaluations) != self.config:
+            raise ConfigError("more than the schedule differs", got=config, expected=self.config)
+        other = copy.copy(self)
+        other.config = config
+        return other
 
     @torch.inference_mode()
     def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:

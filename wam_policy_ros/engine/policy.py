@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wam_policy_ros.contract.embodiment import Embodiment
-from wam_policy_ros.contract.errors import EngineError, PromptError, SessionError
+from wam_policy_ros.contract.errors import ConfigError, EngineError, PromptError, SessionError
 from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec
 from wam_policy_ros.contract.normalization import Statistics
 from wam_policy_ros.contract.prompts import NEGATIVE_PROMPT, build_prompt
@@ -354,3 +355,20 @@ def with_config(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
         random_weights=policy.spec.random_weights,
         like=policy,
     )
+
+
+def with_schedule(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
+    """The same weights, windows and recorded work with another ``schedule`` or number of ``evaluations``: costs
+    nothing. Only one of the two may have sessions.
+
+    Raises:
+        ConfigError: other changes, or a step that records nothing.
+    """
+    config = replace(policy.config, **changes)
+    if not isinstance(policy.path, FusedPath):
+        raise ConfigError("only the fused step is run with another schedule", got=f"step: {policy.config.step}")
+    other = copy.copy(policy)
+    other.config, other.path = config, policy.path.rescheduled(config)
+    said = {"evaluations": config.evaluations_text, "tier": config.tier}
+    other.spec = replace(policy.spec, details={**policy.spec.details, **said})
+    return other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,7 @@ from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.contract.policy_thread import WARNING
 from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.config import EngineConfig
-from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
+from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config, with_schedule
 
 from .configurations import CONFIGURATIONS
 
@@ -35,11 +36,11 @@ def build(args: argparse.Namespace, config: EngineConfig) -> DreamZeroPolicy:
         tokenizer=args.tokenizer,
         device=args.device,
         config=config,
-        progress=_Progress(),
+        progress=Progress(),
     )
 
 
-class _Progress:
+class Progress:
     """A line that is written again when the text or the percentage changes."""
 
     def __init__(self) -> None:
@@ -54,8 +55,14 @@ class _Progress:
 
 
 def reconfigured(policy: DreamZeroPolicy, config: EngineConfig) -> DreamZeroPolicy:
-    """The same network run as ``config`` says."""
-    return policy if policy.config == config else with_config(policy, **vars(config))
+    """The same network run as ``config`` says. Where nothing but the schedule changes, in the same windows, which stay
+    prepared; ``policy`` may then have no sessions any more."""
+    old = policy.config
+    if old == config:
+        return policy
+    if config.step == "fused" and config == replace(old, schedule=config.schedule, evaluations=config.evaluations):
+        return with_schedule(policy, schedule=config.schedule, evaluations=config.evaluations)
+    return with_config(policy, **vars(config))
 
 
 def on_a_gpu(device: str) -> bool:

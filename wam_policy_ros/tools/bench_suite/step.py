@@ -26,10 +26,17 @@ from wam_policy_ros.tools.provenance import provenance
 from . import cold, flops, trace
 from .ceilings import measure_ceilings
 from .configurations import CONFIGURATIONS, engine_config, parse_changes
-from .network import add_network_arguments, build, configuration_names, on_a_gpu, reconfigured
+from .network import (
+    Progress,
+    add_network_arguments,
+    build,
+    configuration_names,
+    on_a_gpu,
+    reconfigured,
+)
 from .records import append_history, load_anchors, write_json
 from .table import summary
-from .windows import measure, observation_at
+from .windows import LONG_CALL_S, measure, observation_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "a process of its own")  # fmt: skip
     parser.add_argument("--cold-child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-ceilings", action="store_true", help="leave out what the machine can do")
-    parser.add_argument("--no-profile", action="store_true", help="leave out the GPU's idle time of fused rows")
+    parser.add_argument("--no-profile", action="store_true", help="leave out the GPU's idle time, in the fused rows of "
+                        "fewest evaluations")  # fmt: skip
+    parser.add_argument("--no-reaction", action="store_true", help="leave out newest frame to chunk")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="one step of the last row as Chrome trace events")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="write a bar chart (PNG)")
@@ -87,11 +96,16 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_ceilings:
         print("  ceilings of this machine", file=sys.stderr)
         report["ceilings"] = measure_ceilings(policy.network.config.dit, device, policy.network.dtype)
+    prepared = names[0]
     for name in names:
         for count in evaluations:
             config = engine_config(name, count, gpu=device.type == "cuda", changes=changes)
             try:
                 policy = reconfigured(policy, config)
+                _tidy(device)
+                if name != prepared:  # as a policy that ships is; rows of one configuration share the windows
+                    policy.prepare(Progress())
+                    prepared = name
                 row = _row(policy, name, count, args)
             except (WamError, RuntimeError) as error:  # the other rows cost minutes of a GPU: keep them
                 row = {"configuration": name, "evaluations": count, "error": f"{type(error).__name__}: {error}"}
@@ -129,20 +143,21 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
         "text": config.evaluations_text,
         "tier": config.tier,
     }
-    gc.collect()  # the last row's windows
-    if network.device.type == "cuda":
-        torch.cuda.empty_cache()
+    prepared = config.step == "fused" and config.graphs and network.device.type == "cuda"
     row |= measure(
         policy,
         windows=args.windows,
         budget_s=args.row_seconds,
         min_windows=min(2, args.windows),
         want_video=not args.no_video,
+        prepared=prepared,
         say=f"{name} {count}",
     )
-    if config.step == "fused":
+    if config.step == "fused" and not args.no_reaction:
+        # What is encoded ahead is the same work at any number of evaluations, so slow rows get one window.
+        windows = 1 if row["step_s"]["p50"] > LONG_CALL_S else min(2, args.windows)
         reaction = measure(
-            policy, windows=min(2, args.windows), ahead=True, want_video=False, say=f"{name} {count} ahead"
+            policy, windows=windows, ahead=True, want_video=False, prepared=prepared, say=f"{name} {count} ahead"
         )
         row["reaction_s"] = reaction["step_s"]
         row["reaction_stages_s"] = {s: v["p50"] for s, v in reaction["stages_s"].items()}
@@ -155,12 +170,21 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
         entry["stage_TFLOPs"] = {
             s: w / 1e12 / entry["stages_s"][s] for s, w in work.items() if entry["stages_s"].get(s)
         }
-    # The trace of thousands of small launches takes longer to read than the row took: fused rows only.
-    if network.device.type == "cuda" and name != "plain" and not args.no_profile:
+    # The trace of thousands of small launches takes longer to read than the row took, and what the GPU waits for is the
+    # same in every row of a configuration: one fused row of each.
+    fewest = count == min(_numbers(args.evaluations))
+    if network.device.type == "cuda" and name != "plain" and fewest and not args.no_profile:
         at = 4  # the last position of a window: the longest call
         busy = trace.busy_seconds(_one_step(policy, at, want_video=not args.no_video), network.device)
         row["profile"] = busy | {"position": at, "gpu_idle_s": row["position_s"][str(at)]["p50"] - busy["gpu_busy_s"]}
     return row
+
+
+def _tidy(device: torch.device) -> None:
+    """The memory of what is no longer used, e.g. the last configuration's windows."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _guided(config: EngineConfig, *, want_video: bool) -> int:
