@@ -36,6 +36,8 @@ REPLAY = ["rosbags>=0.10"]
 # A torch wheel for GPUs brings the version it was built with; without a GPU the kernels are interpreted and compiled by
 # the tests. The versions at both ends were tested. Not pinned: a pin would fight the wheel's.
 KERNELS = ["triton>=3.6,<3.10; platform_system == 'Linux'"]
+# 3.3 has MjSpec as it is used here. Pictures need an OpenGL library of the system, Mesa's EGL for instance.
+SIM = ["mujoco>=3.3.7,<5"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
 setup(
@@ -57,8 +59,9 @@ setup(
         "demo": ENGINE + REPORT + VISION,
         "ros-kilted": ROS_KILTED + VISION,
         "replay": REPLAY + VISION,
+        "sim": SIM,
         "test": TEST,
-        "dev": TEST + ENGINE + KERNELS + SERVE + REPORT + REPLAY + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
+        "dev": TEST + ENGINE + KERNELS + SERVE + REPORT + REPLAY + SIM + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
     },
     zip_safe=False,
     data_files=[

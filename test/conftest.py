@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-NEEDED = ("rclpy", "torch", "triton", "safetensors", "msgpack", "av")
+NEEDED = ("rclpy", "torch", "triton", "safetensors", "msgpack", "av", "mujoco")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
