@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wam_policy_ros.model.dit import Block, CausalDiT
+from wam_policy_ros.model.exchange import ALONE, Exchange
 
 from .fast_attention import Attention, Fp8Scales
 from .fp8 import Fp8
@@ -131,6 +132,7 @@ class FastDiT:
         attention: how self-attention runs.
         fp8: format of the linear layers, None for native precision.
         scales: of the attention's inputs when it runs in FP8; filled here, layer by layer.
+        exchange: shares every call with other ranks.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class FastDiT:
         *,
         fp8: Fp8 | None = None,
         scales: Fp8Scales | None = None,
+        exchange: Exchange = ALONE,
     ) -> None:
+        self.exchange = exchange
         self.dit, self.cfg, self.times, self.attention, self.fp8 = dit, dit.cfg, times, attention, fp8
         blocks: list[Block] = list(dit.blocks)  # type: ignore[arg-type]
         self.modulation = torch.cat([b.modulation for b in blocks])  # [layers, 6, D]
@@ -218,11 +222,10 @@ class FastDiT:
             branches: 1 or 2.
         """
         video = self._embed(x, y)
-        hidden = video.expand(branches, -1, -1).reshape(-1, self.cfg.dim).contiguous()
+        count = video.shape[1]
+        hidden = self.exchange.own(video, count).expand(branches, -1, -1).reshape(-1, self.cfg.dim).contiguous()
         table = self._rotary(start_frame, x, registers=False)
-        self._blocks(
-            hidden, slot, position, table, self.times.e6[-1], video.shape[1], video.shape[1], branches, only_keys=True
-        )
+        self._blocks(hidden, slot, position, table, self.times.e6[-1], count, count, branches, only_keys=True)
 
     def evaluate(
         self,
@@ -258,21 +261,22 @@ class FastDiT:
         video = self._embed(x, y)
         count, rows = video.shape[1], action.shape[1]
         tokens = torch.cat([video, dit.action_encoder(action, action_steps), dit.state_encoder(state)], dim=1)
-        length = tokens.shape[1]
-        hidden = tokens.expand(branches, -1, -1).reshape(-1, cfg.dim).contiguous()
+        total, run = tokens.shape[1], self.exchange.run_length(count)
+        length = total - count + run
+        hidden = self.exchange.own(tokens, count).expand(branches, -1, -1).reshape(-1, cfg.dim).contiguous()
         table = self._rotary(start_frame, x, registers=True)
-        last = self._blocks(hidden, slot, position, table, e6, length, count, branches, only_keys=False, watch=watch)
+        last = self._blocks(hidden, slot, position, table, e6, total, count, branches, only_keys=False, watch=watch)
         mods = dit.head.modulation + e[:, None]  # [groups, 2, D]
         gate = self.modulation[-1, 5] + e6[:, 5]
         out = ops.residual_norm(
-            hidden, last, gate, shift=mods[:, 0], scale=mods[:, 1], eps=cfg.eps, tokens=length, video_tokens=count
+            hidden, last, gate, shift=mods[:, 0], scale=mods[:, 1], eps=cfg.eps, tokens=length, video_tokens=run
         )
         assert isinstance(out, Tensor)
         flow = None
         if want_video:
-            patches = dit.head.head(out.view(branches, length, cfg.dim)[:, :count])
-            flow = dit.unpatchify(patches, x.shape[2], x.shape[3] // 2, x.shape[4] // 2)
-        action_flow = dit.action_decoder(hidden.view(branches, length, cfg.dim)[:1, count : count + rows])
+            patches = dit.head.head(out.view(branches, length, cfg.dim)[:, :run])
+            flow = dit.unpatchify(self.exchange.whole(patches, count), x.shape[2], x.shape[3] // 2, x.shape[4] // 2)
+        action_flow = dit.action_decoder(hidden.view(branches, length, cfg.dim)[:1, run : run + rows])
         return flow, action_flow
 
     # -- details ------------------------------------------------------------------------------------------------
@@ -284,7 +288,9 @@ class FastDiT:
         key = (start_frame, *x.shape[2:], registers)
         if key not in self._tables:
             table = self.dit.rotary_table(start_frame, x.shape[2], x.shape[3], x.shape[4], registers=registers)
-            self._tables[key] = (table.cos.squeeze(1).float().contiguous(), table.sin.squeeze(1).float().contiguous())
+            count = x.shape[2] * self.cfg.frame_seqlen
+            cos, sin = (self.exchange.own(t.squeeze(1).float(), count, dim=0).contiguous() for t in table)
+            self._tables[key] = cos, sin
         return self._tables[key]
 
     def _blocks(
@@ -301,23 +307,29 @@ class FastDiT:
         only_keys: bool,
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Product | None:
-        """All blocks on ``hidden [branches * tokens, D]``, which is updated in place.
+        """All blocks on ``hidden``, this rank's rows of each branch, which is updated in place.
+
+        Args:
+            tokens, video_tokens: of one branch, over all ranks.
 
         Returns:
             The last block's feed-forward output, not yet added; None with ``only_keys``, when the call ends with the
             last block's keys and values.
         """
-        cfg = self.cfg
-        heads, width = cfg.num_heads, cfg.head_dim
+        cfg, scales = self.cfg, self.scales
         mods = self.modulation[:, None] + e6  # [layers, groups, 6, D]
-        (cos, sin), scales = table, self.scales
-        kv_dtype = self.attention.kv_dtype or hidden.dtype
-        queries = torch.empty(branches, tokens, heads, width, dtype=kv_dtype, device=hidden.device)
+        run = self.exchange.run_length(video_tokens)
+        own = tokens - video_tokens + run
+
+        def empty(*rows: int, ranks: int = 1) -> Tensor:
+            shape = (*rows, cfg.num_heads // ranks, cfg.head_dim)
+            return torch.empty(shape, dtype=self.attention.kv_dtype or hidden.dtype, device=hidden.device)
+
+        queries = empty(branches, tokens, ranks=self.exchange.ranks)
+        sent = empty(3, branches, own) if self.exchange.ranks > 1 else None
 
         def norm(y: Product | None, gate: Tensor | None, **how: Any) -> Tensor | Quantized:
-            return ops.residual_norm(
-                hidden, y, gate, **how, eps=cfg.eps, tokens=tokens, video_tokens=video_tokens, fp8=self.fp8
-            )
+            return ops.residual_norm(hidden, y, gate, **how, eps=cfg.eps, tokens=own, video_tokens=run, fp8=self.fp8)
 
         pending: Product | None = None
         for i, block in enumerate(self.blocks):
@@ -325,23 +337,11 @@ class FastDiT:
             h = norm(pending, gate, shift=mods[i, :, 0], scale=mods[i, :, 1])
             if watch is not None:
                 watch(i, hidden)
-            ops.qk_norm_rope_store(
-                block.qkv(h),
-                block.norm_q,
-                block.norm_k,
-                cos,
-                sin,
-                queries,
-                slot.k[i][:branches],
-                slot.v[i][:branches],
-                start=position,
-                eps=cfg.eps,
-                scales=None if scales is None else (scales.q[i], scales.k[i], scales.v[i]),
-            )
+            keys, values = slot.k[i][:branches, : position + tokens], slot.v[i][:branches, : position + tokens]
+            self._store(i, block.qkv(h), table, queries, keys, values, position, video_tokens, sent)
             if only_keys and i + 1 == len(self.blocks):
                 return None
-            stop = position + tokens
-            attended = self.attention(queries, slot.k[i][:branches, :stop], slot.v[i][:branches, :stop], i)
+            attended = self.exchange.to_tokens(self.attention(queries, keys, values, i), video_tokens)
             h = norm(
                 block.o(self._input(attended.reshape(-1, cfg.dim), None if scales is None else scales.v[i])),
                 mods[i, :, 2],
@@ -359,7 +359,7 @@ class FastDiT:
                 slot.text_padding[:branches],
                 slot.image_k[i],
                 slot.image_v[i],
-                tokens=tokens,
+                tokens=own,
                 out_scale=None if self.fp8 is None else slot.cross_scale[i],
                 fp8=self.fp8,
             )
@@ -367,6 +367,37 @@ class FastDiT:
             h = norm(block.cross_o(heard), None, shift=mods[i, :, 3], scale=mods[i, :, 4])
             pending = block.down(ops.gelu_quant(block.up(h), self.fp8))
         return pending
+
+    def _store(
+        self,
+        layer: int,
+        qkv: Product,
+        table: tuple[Tensor, Tensor],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        position: int,
+        video_tokens: int,
+        sent: Tensor | None,
+    ) -> None:
+        """Normalised, rotated q into ``queries``, k and v into the rows of the window from ``position`` on: by the
+        kernel itself, or from where it wrote ``sent [3, branches, own tokens, heads, head_dim]``, via other ranks."""
+        block, scales = self.blocks[layer], self.scales
+        q, k, v, start = (queries, keys, values, position) if sent is None else (*sent, 0)
+        ops.qk_norm_rope_store(
+            qkv,
+            block.norm_q,
+            block.norm_k,
+            *table,
+            q,
+            k,
+            v,
+            start=start,
+            eps=self.cfg.eps,
+            scales=None if scales is None else (scales.q[layer], scales.k[layer], scales.v[layer]),
+        )
+        if sent is not None:
+            self.exchange.scatter(sent, video_tokens, (queries, keys[:, position:], values[:, position:]))
 
     def _input(self, x: Tensor, scale: float | None) -> Tensor | Quantized:
         """Input of a linear layer from ``[M, D]``: as it is, already fp8 with one static scale, or quantised here."""

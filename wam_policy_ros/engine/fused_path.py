@@ -85,6 +85,7 @@ class FusedPath:
                 dtype=dtype,
                 kv_dtype=kv_dtype,
                 device=device,
+                ranks=dit.exchange.ranks,
             )
         )
         self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(device, enabled=config.graphs)

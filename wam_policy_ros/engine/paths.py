@@ -10,6 +10,7 @@ import torch
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.model.dit import Block
 from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.exchange import ALONE, Exchange
 
 from .config import EngineConfig
 from .conv_check import checked_plan
@@ -34,12 +35,14 @@ def make_path(
     picture_hw: tuple[int, int],
     like: StepPath | None = None,
     *,
+    exchange: Exchange = ALONE,
     warn: Callable[[str], None] = lambda line: None,
 ) -> StepPath:
     """
     Args:
         picture_hw: size of the pictures the network sees.
-        like: a path of the same network whose prepared weights may be used again.
+        like: a path of the same network and exchange whose prepared weights may be used again.
+        exchange: shares every evaluation with other ranks; see ``sequence_parallel``.
         warn: told what works, but not as it should.
 
     Raises:
@@ -50,7 +53,7 @@ def make_path(
     device = network.device
     refuse_impossible(config, Platform.of(device), network.config.dit, network.dtype)
     if config.step == "plain":
-        return PlainPath(network, config)
+        return PlainPath(network, config, exchange=exchange)
     if isinstance(like, FusedPath) and like.serves(config):
         return like.reconfigured(config)
     fp8 = fp8_for(device) if "fp8" in (config.linears, config.attention) else None
@@ -63,6 +66,7 @@ def make_path(
             attention,
             fp8=fp8 if config.linears == "fp8" else None,
             scales=scales,
+            exchange=exchange,
         )
     up = dit.blocks[0].up
     if isinstance(up, Fp8Linear) and device.type == "cuda":

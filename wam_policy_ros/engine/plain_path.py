@@ -10,6 +10,7 @@ from torch import Tensor
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dit import DiTOutput
 from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.exchange import ALONE, Exchange
 
 from .config import EngineConfig
 from .encode import FirstFrame, Prompt, PromptEncoder, encode_first_frame
@@ -22,10 +23,21 @@ from .unipc import timesteps_of
 
 
 class PlainPath:
-    """See ``StepPath``."""
+    """See ``StepPath``.
 
-    def __init__(self, network: DreamZero, config: EngineConfig, prompts: PromptEncoder | None = None) -> None:
-        self.network, self.config = network, config
+    Args:
+        exchange: shares every evaluation with other ranks, which make the same calls with the same arguments.
+    """
+
+    def __init__(
+        self,
+        network: DreamZero,
+        config: EngineConfig,
+        prompts: PromptEncoder | None = None,
+        *,
+        exchange: Exchange = ALONE,
+    ) -> None:
+        self.network, self.config, self.exchange = network, config, exchange
         self.prompts = prompts or PromptEncoder(network)
 
     def encode_clip(self, clip: Tensor) -> Tensor:
@@ -53,7 +65,7 @@ class PlainPath:
         return replace(state.forked(), prompt=prompt, negative=negative)
 
     def prefill(self, draft: WindowState, latents: Tensor, start_frame: int, probe: Probe | None) -> WindowState:
-        prefill(self.network, draft, latents, start_frame, probe)
+        prefill(self.network, draft, latents, start_frame, probe, self.exchange)
         return draft
 
     def draw_noise(self, seed: int, latents: Tensor) -> Noise:
@@ -71,7 +83,15 @@ class PlainPath:
         probe: Probe | None,
     ) -> Denoised:
         video, action, evaluated = denoise(
-            self.network, self.config, draft, noise, proprio, committed=committed, cancelled=cancelled, probe=probe
+            self.network,
+            self.config,
+            draft,
+            noise,
+            proprio,
+            committed=committed,
+            cancelled=cancelled,
+            probe=probe,
+            exchange=self.exchange,
         )
         return Denoised(video if want_video else None, action, evaluated)
 
@@ -90,7 +110,9 @@ class PlainPath:
         prompt, window = state.branches()[0]
         branch = (state.cross(prompt), window.past())
         video = noise.video.transpose(1, 2)
-        return evaluate(self.network, [branch], video, noise.action, y, table, proprio, times[0], times[1])[0]
+        return evaluate(
+            self.network, [branch], video, noise.action, y, table, proprio, times[0], times[1], self.exchange
+        )[0]
 
     def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
         pass  # memory goes with the last reference

@@ -12,6 +12,7 @@ from wam_policy_ros.contract.errors import Cancelled
 from wam_policy_ros.model.attention import KV, CrossKV
 from wam_policy_ros.model.dit import DiTOutput
 from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.exchange import ALONE, Exchange
 from wam_policy_ros.model.rope import Rotary
 
 from .config import NUM_STEPS, EngineConfig
@@ -82,7 +83,14 @@ class Guidance:
         return flows[0]
 
 
-def prefill(network: DreamZero, state: WindowState, latents: Tensor, start_frame: int, probe: Probe | None) -> None:
+def prefill(
+    network: DreamZero,
+    state: WindowState,
+    latents: Tensor,
+    start_frame: int,
+    probe: Probe | None,
+    exchange: Exchange = ALONE,
+) -> None:
     """Run observed latents ``[B, z, F, h, w]`` through the DiT at timestep 0 and append their K/V to both windows."""
     assert state.ys is not None
     dit = network.model
@@ -95,7 +103,7 @@ def prefill(network: DreamZero, state: WindowState, latents: Tensor, start_frame
     time = dit.time_conditioning(torch.zeros(batch, frames, dtype=torch.int64, device=latents.device))
     table = dit.rotary_table(start_frame, frames, height, width, registers=False)
     for prompt, window in state.branches():
-        out = dit(latents, y, time, table, state.cross(prompt), past=window.past())
+        out = dit(latents, y, time, table, state.cross(prompt), past=window.past(), exchange=exchange)
         window.append(out.kv)
 
 
@@ -109,6 +117,7 @@ def denoise(
     committed: Committed | None = None,
     cancelled: Callable[[], bool] | None,
     probe: Probe | None,
+    exchange: Exchange = ALONE,
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Denoise the next block jointly with the action rows; the caches are read, never written.
 
@@ -116,6 +125,7 @@ def denoise(
         proprio: normalised state ``[B, 1, max_state_dim]``.
         committed: rows the action has to agree with.
         cancelled: asked before every solver step.
+        exchange: shares every evaluation with other ranks.
 
     Returns:
         video latents ``[B, z, F, h, w]``, normalised action ``[B, N, action_dim]``, indices of the evaluated steps.
@@ -148,7 +158,8 @@ def denoise(
             raise Cancelled("step cancelled between two evaluations", got=f"solver step {i} of {NUM_STEPS}")
         if flow_video is None or schedule.should_run(i):
             run = branches if config.guides(i) else branches[:1]
-            outputs = evaluate(network, run, video, action, y, table, proprio, times_video[i], times_action[i])
+            times = times_video[i], times_action[i]
+            outputs = evaluate(network, run, video, action, y, table, proprio, *times, exchange)
             guided = guidance([out.video for out in outputs])
             # Action: conditional branch alone, no guidance (DreamZero spec 4.5).
             flow_video, flow_action = guided, outputs[0].action
@@ -179,6 +190,7 @@ def evaluate(
     proprio: Tensor,
     time_video: int,
     time_action: int,
+    exchange: Exchange = ALONE,
 ) -> list[DiTOutput]:
     """One network evaluation per guidance branch, the conditional one first.
 
@@ -190,7 +202,5 @@ def evaluate(
     t_action = torch.full(action.shape[:2], time_action, device=video.device)
     time = network.model.time_conditioning(t_video, t_action)
     x = video.transpose(1, 2)
-    return [
-        network.model(x, y, time, table, cross, past=past, action=action, timestep_action=t_action, state=proprio)
-        for cross, past in branches
-    ]
+    tokens = {"action": action, "timestep_action": t_action, "state": proprio}
+    return [network.model(x, y, time, table, cross, past=past, **tokens, exchange=exchange) for cross, past in branches]

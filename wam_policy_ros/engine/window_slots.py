@@ -24,6 +24,7 @@ class SlotLayout:
         rows: key/value rows per branch: the cached video tokens and, behind them, the tokens of the running call.
         latent: ``(channels, frames, h, w)`` of the conditioning tensor.
         dtype: of text and image keys; kv_dtype: of the window, fp8 when attention runs in fp8.
+        ranks: over which the heads of the window are spread; text and image keys are whole on each.
     """
 
     dit: DiTConfig
@@ -33,6 +34,7 @@ class SlotLayout:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
+    ranks: int = 1
 
     @classmethod
     def of(
@@ -45,11 +47,12 @@ class SlotLayout:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
         device: torch.device,
+        ranks: int = 1,
     ) -> SlotLayout:
         cached = (dit.local_attn_size - dit.num_frame_per_block) * dit.frame_seqlen
         current = dit.num_frame_per_block * dit.frame_seqlen + dit.num_action_per_block + dit.num_state_per_block
         latent = (dit.in_dim - dit.out_dim, latent_frames, *latent_hw)
-        return cls(dit, branches, cached + current, latent, dtype, kv_dtype, device)
+        return cls(dit, branches, cached + current, latent, dtype, kv_dtype, device, ranks)
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +60,7 @@ class SlotLayout:
         wide = torch.empty((), dtype=self.dtype).element_size()
         narrow = torch.empty((), dtype=self.kv_dtype).element_size()
         d = self.dit
-        window = 2 * d.num_layers * self.branches * self.rows * d.dim * narrow
+        window = 2 * d.num_layers * self.branches * self.rows * (d.dim // self.ranks) * narrow
         cross = 2 * d.num_layers * (self.branches * d.text_len + IMAGE_TOKENS) * d.dim * wide
         channels, frames, height, width = self.latent
         scales = 4 * d.num_layers * self.scaled_rows
@@ -77,7 +80,7 @@ class WindowSlot:
 
     Attributes:
         index: number of the slot within its pool; graphs are kept per index.
-        k, v: ``[layers, branches, rows, heads, head_dim]``, keys after rotation.
+        k, v: ``[layers, branches, rows, heads / ranks, head_dim]``, keys after rotation.
         text_k, text_v: ``[layers, branches, text_len, heads, head_dim]``; only ``text_rows`` of them are valid.
         text_rows: int32 ``[branches]``; text_padding: float32 ``[branches]``, how often the last valid row counts.
         image_k, image_v: ``[layers, 1, 257, heads, head_dim]``, the same for both branches.
@@ -92,13 +95,13 @@ class WindowSlot:
     def __init__(self, layout: SlotLayout, index: int) -> None:
         self.layout, self.index = layout, index
         dit, device = layout.dit, layout.device
-        heads = (dit.num_heads, dit.head_dim)
 
-        def buffer(branches: int, rows: int, dtype: torch.dtype) -> Tensor:
+        def buffer(branches: int, rows: int, dtype: torch.dtype, ranks: int = 1) -> Tensor:
             # Attention never reads a row that was not written, but fp8 GEMMs and tests may look at all of them.
+            heads = (dit.num_heads // ranks, dit.head_dim)
             return torch.zeros(dit.num_layers, branches, rows, *heads, dtype=dtype, device=device)
 
-        self.k, self.v = (buffer(layout.branches, layout.rows, layout.kv_dtype) for _ in range(2))
+        self.k, self.v = (buffer(layout.branches, layout.rows, layout.kv_dtype, layout.ranks) for _ in range(2))
         self.text_k, self.text_v = (buffer(layout.branches, dit.text_len, layout.dtype) for _ in range(2))
         self.image_k, self.image_v = (buffer(1, IMAGE_TOKENS, layout.dtype) for _ in range(2))
         self.text_rows = torch.zeros(layout.branches, dtype=torch.int32, device=device)

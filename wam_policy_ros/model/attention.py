@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .exchange import ALONE, Exchange
 from .rope import Rotary, rotate
 
 
@@ -53,28 +54,32 @@ class SelfAttention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = RMSNorm(dim, eps), RMSNorm(dim, eps)
 
-    def forward(self, x: Tensor, table: Rotary, past: KV | None, video_tokens: int, window: int) -> tuple[Tensor, KV]:
+    def forward(
+        self, x: Tensor, table: Rotary, past: KV | None, video_tokens: int, window: int, exchange: Exchange = ALONE
+    ) -> tuple[Tensor, KV]:
         """Attend over ``[past | current video][-window:]`` and the current action and state tokens.
 
         Args:
-            x: ``[B, L, dim]``, video tokens first.
-            past: cached K/V of earlier frames or None.
-            video_tokens: how many of L are video.
+            x: ``[B, L, dim]``, video tokens first; of several ranks this one's tokens.
+            past: cached K/V of earlier frames or None; of several ranks this one's heads.
+            video_tokens: how many tokens of the call are video, over all ranks.
             window: most video tokens a query may see.
+            exchange: brings the tokens of all ranks together, for some of the heads.
 
         Returns:
-            ``[B, L, dim]`` and the K/V of the current video tokens.
+            ``[B, L, dim]`` and the K/V of the current video tokens, of this rank's heads.
         """
         heads = (self.num_heads, -1)
         q = rotate(self.norm_q(self.q(x)).unflatten(-1, heads), table)
         k = rotate(self.norm_k(self.k(x)).unflatten(-1, heads), table)
         v = self.v(x).unflatten(-1, heads)
+        q, k, v = exchange.to_heads(q, k, v, video_tokens)
         new = KV(k[:, :video_tokens], v[:, :video_tokens])
         if past is not None:
             first = max(0, past.k.shape[1] + video_tokens - window)
             k = torch.cat([past.k[:, first:], k], 1)
             v = torch.cat([past.v[:, first:], v], 1)
-        return self.o(attend(q, k, v).flatten(-2)), new
+        return self.o(exchange.to_tokens(attend(q, k, v), video_tokens).flatten(-2)), new
 
 
 class CrossAttention(nn.Module):

@@ -18,6 +18,7 @@ from .action_heads import ActionEncoder, ReluMLP
 from .attention import KV, CrossAttention, CrossKV, SelfAttention
 from .config import DiTConfig
 from .errors import ShapeError
+from .exchange import ALONE, Exchange
 from .rope import Rotary, register_angles, rotary, video_angles
 
 
@@ -69,11 +70,19 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, e6: Tensor, table: Rotary, cross: CrossKV, past: KV | None, video_tokens: int, window: int
+        self,
+        x: Tensor,
+        e6: Tensor,
+        table: Rotary,
+        cross: CrossKV,
+        past: KV | None,
+        video_tokens: int,
+        window: int,
+        exchange: Exchange = ALONE,
     ) -> tuple[Tensor, KV]:
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + e6).unbind(2)
         h = F.layer_norm(x, (self.dim,), eps=self.eps) * (1 + scale1) + shift1
-        attended, kv = self.self_attn(h, table, past, video_tokens, window)
+        attended, kv = self.self_attn(h, table, past, video_tokens, window, exchange)
         x = x + gate1 * attended
         x = x + self.cross_attn(self.norm3(x), cross)
         h = F.layer_norm(x, (self.dim,), eps=self.eps) * (1 + scale2) + shift2
@@ -181,6 +190,7 @@ class CausalDiT(nn.Module):
         action: Tensor | None = None,
         timestep_action: Tensor | None = None,
         state: Tensor | None = None,
+        exchange: Exchange = ALONE,
     ) -> DiTOutput:
         """Predict flows. With ``action`` this is a denoising call, without it a prefill.
 
@@ -189,6 +199,8 @@ class CausalDiT(nn.Module):
             time, table, cross: from the methods above, for the same call.
             past: cached K/V per layer, or None when the window is empty.
             action: ``[B, N, action_dim]``; timestep_action: int64 ``[B, N]``; state: ``[B, 1, max_state_dim]``.
+            exchange: shares the call with other ranks, each of which is given the same inputs except ``past``, of which
+                it holds its own heads, and gets the same flows.
 
         Raises:
             ShapeError: the latents do not give ``frame_seqlen`` tokens per frame.
@@ -206,15 +218,17 @@ class CausalDiT(nn.Module):
             if timestep_action is None or state is None:
                 raise ShapeError("a denoising call needs action, timestep_action and state together")
             hidden = torch.cat([video, self.action_encoder(action, timestep_action), self.state_encoder(state)], dim=1)
+        hidden, e, e6 = (exchange.own(t, count) for t in (hidden, *time))
+        table = Rotary(*(exchange.own(t, count, dim=0) for t in table))
+        run, window = exchange.run_length(count), self.cfg.max_attention_size
         kv: list[KV] = []
         for layer, block in enumerate(self._blocks()):
-            hidden, new = block(
-                hidden, time.e6, table, cross[layer], past[layer] if past else None, count, self.cfg.max_attention_size
-            )
+            cached = past[layer] if past else None
+            hidden, new = block(hidden, e6, table, cross[layer], cached, count, window, exchange)
             kv.append(new)
-        patches = self.head(hidden[:, :count], time.e[:, :count])
+        patches = exchange.whole(self.head(hidden[:, :run], e[:, :run]), count)
         flow = self.unpatchify(patches, frames, height // 2, width // 2)
-        rows = None if action is None else self.action_decoder(hidden[:, count : count + action.shape[1]])
+        rows = None if action is None else self.action_decoder(hidden[:, run : run + action.shape[1]])
         return DiTOutput(flow, rows, kv)
 
     def _blocks(self) -> list[Block]:
