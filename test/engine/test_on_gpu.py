@@ -29,6 +29,7 @@ from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.device_resize import DeviceMosaic
 from wam_policy_ros.engine.fast_attention import CudnnFp8Attention, Fp8Scales, PlainFp8Attention
 from wam_policy_ros.engine.fp8 import fp8_for
+from wam_policy_ros.engine.noise import counted_normal
 from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
 from wam_policy_ros.engine.preprocess import stitch_views
 from wam_policy_ros.engine.quantize import Fp8Linear
@@ -269,6 +270,24 @@ def test_the_mosaic_is_the_hosts(robot):
     assert torch.equal(there, DeviceMosaic(robot, "cpu")(views))
     difference = (there.int() - stitch_views(views, robot).int()).abs()
     assert int(difference.max()) <= 1 and float((difference > 0).float().mean()) < 1e-3
+
+
+def test_the_deterministic_tier_repeats_itself_whoever_watches():
+    """Recorded anew by a second policy, with a video and without, beside another session; noise as on a CPU."""
+    policy = prepared("wide", "bf16, PyTorch's attention")
+    first, second = (with_config(policy, deterministic=True) for _ in range(2))
+    for one in (first, second):
+        one.prepare()  # every operation of the step is looked at
+    expected = run(first, (1, 4, 4), want_video=True)
+    other = second.open(seed=5)
+    second.infer(other, look(second.spec, 1, frames=1))
+    for video in (True, False):
+        got = run(second, (1, 4, 4), want_video=video)
+        assert all(np.array_equal(a.actions, b.actions) for a, b in zip(got, expected, strict=True)), video
+    second.close(other)
+    noise = first.path.draw_noise(1140, torch.zeros(1, 16, 2, 2, 4, device=DEVICE))
+    there = counted_normal(1140, 0, (1, 16, 2, 2, 4), torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(noise.video.cpu().bfloat16(), there)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------

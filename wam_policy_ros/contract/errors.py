@@ -153,6 +153,17 @@ class EngineError(WamError):
     """The engine failed during a step."""
 
 
+class NotDeterministic(EngineError):
+    """An operation has no deterministic form here, so the deterministic tier does not run it. ``op`` names it."""
+
+    def __init__(self, op: str, why: str) -> None:
+        super().__init__(
+            f"the operation {op} is not deterministic: it {why}",
+            remedy="set deterministic: false, or choose engine options that do without it",
+        )
+        self.op = op
+
+
 class NotReady(EngineError):
     """The policy is still loading or warming up."""
 

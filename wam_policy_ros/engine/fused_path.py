@@ -214,9 +214,10 @@ class FusedPath:
         """What an evaluation computes: whether the video flow, and how many guidance branches.
 
         The video flow of the last evaluation moves the video only, so without a video it is not needed, nor is the
-        unguided branch, which moves nothing else.
+        unguided branch, which moves nothing else. In the deterministic tier they are computed all the same: products of
+        other sizes may be other kernels, and the actions must not depend on who watches.
         """
-        with_video = want_video or step < last
+        with_video = want_video or step < last or self.config.deterministic
         return with_video, self.pool.layout.branches if with_video and self.config.guides(step) else 1
 
     @property
@@ -300,7 +301,7 @@ class FusedPath:
 
     def draw_noise(self, seed: int, latents: Tensor) -> Noise:
         if seed not in self._noise:
-            self._noise = {seed: draw_noise(seed, latents, self.network)}
+            self._noise = {seed: draw_noise(seed, latents, self.network, counted=self.config.deterministic)}
         return self._noise[seed]
 
     def denoise(

@@ -69,7 +69,7 @@ class PlainPath:
         return draft
 
     def draw_noise(self, seed: int, latents: Tensor) -> Noise:
-        return draw_noise(seed, latents, self.network)
+        return draw_noise(seed, latents, self.network, counted=self.config.deterministic)
 
     def denoise(
         self,

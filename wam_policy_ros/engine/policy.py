@@ -24,11 +24,13 @@ from wam_policy_ros.model.tokenizer import Tokenizer
 
 from .closed_loop import StepInputs, StepResult, closed_loop_step
 from .config import EngineConfig
+from .determinism import Determinism
 from .device import no_memory_is_overload, on_device
 from .device_resize import DeviceMosaic, Views
 from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .inpaint import Committed
+from .noise import ALGORITHM as COUNTED
 from .observe_ahead import ObserveAhead, can_encode_ahead
 from .paths import make_path
 from .preprocess import stitch_views, to_model_video
@@ -83,7 +85,8 @@ class DreamZeroPolicy:
         picture = network.config.target_video_hw or mosaic
         self.warnings: list[str] = []
         prepared = like.path if like is not None else None
-        with on_device(network.device), no_memory_is_overload("the network"):
+        self._determinism = Determinism(network.device, enabled=self.config.deterministic)
+        with on_device(network.device), no_memory_is_overload("the network"), self._determinism.switched():
             self.path: StepPath = make_path(network, self.config, picture, prepared, warn=self.warnings.append)
         self._stitch = self._make_stitch()
         self._negative = tokenizer([NEGATIVE_PROMPT])
@@ -107,6 +110,8 @@ class DreamZeroPolicy:
                 "guidance_scale": self.config.guidance_scale,
                 "seed": self.config.seed,
                 "tier": self.config.tier,
+                "deterministic": self.config.deterministic,
+                "noise": COUNTED if self.config.deterministic else "torch, on the device",
                 "parameters": sum(p.numel() for p in network.parameters()),
             },
         )
@@ -139,12 +144,14 @@ class DreamZeroPolicy:
             Cancelled: ``cancelled()`` was true.
             SessionError: closed or foreign session.
             EngineError: the network gave values that are not finite.
+            NotDeterministic: in the deterministic tier, an operation that is not.
             Overloaded: no memory; the session is as it was.
         """
         if not isinstance(session, Session):
             raise SessionError("not a session of this policy", got=type(session).__name__, remedy="use policy.open()")
         session.check(self)
-        with on_device(self.network.device), no_memory_is_overload("this step"):
+        kind = ("step", session.step == 0, observation.want_video, observation.committed is not None)
+        with on_device(self.network.device), no_memory_is_overload("this step"), self._determinism.around(*kind):
             return self._infer(session, observation, cancelled, noise, probe)
 
     def _infer(
@@ -237,13 +244,22 @@ class DreamZeroPolicy:
                 return to_model_video(images, network.dtype, network.config.target_video_hw)
 
             session.ahead = ObserveAhead(self.path.vae, to_video, num_frames=count, block=block)
-        with on_device(self.network.device), no_memory_is_overload("a frame ahead"), torch.inference_mode():
+        with (
+            on_device(self.network.device),
+            no_memory_is_overload("a frame ahead"),
+            torch.inference_mode(),
+            self._determinism.around("frame ahead", slot),
+        ):
             return session.ahead.offer(slot, frames)
 
     def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
         """Whatever is compiled and recorded at first use, now; nothing without graphs."""
         if isinstance(self.path, FusedPath) and self.config.graphs:
-            with on_device(self.network.device), no_memory_is_overload("recording the step"):
+            with (
+                on_device(self.network.device),
+                no_memory_is_overload("recording the step"),
+                self._determinism.around("recording"),
+            ):
                 self.path.prepare(progress)
 
     def reset(self, session: Session) -> None:
@@ -267,7 +283,11 @@ class DreamZeroPolicy:
         """
         if not isinstance(chunk.video, PredictedVideo):
             return None
-        with on_device(self.network.device), no_memory_is_overload("decoding the video"):
+        with (
+            on_device(self.network.device),
+            no_memory_is_overload("decoding the video"),
+            self._determinism.around("video"),
+        ):
             video = self.network.vae.decode(chunk.video.latents)[0, :, 1:]
         pixels = ((video.float() + 1) * 127.5).clamp(0, 255).to(torch.uint8)
         return pixels.permute(1, 2, 3, 0).cpu().numpy()

@@ -17,6 +17,7 @@ from wam_policy_ros.model.rope import Rotary
 
 from .config import NUM_STEPS, EngineConfig
 from .inpaint import Committed, constrained_flow
+from .noise import ACTION, VIDEO, counted_normal
 from .session import WindowState
 from .step_schedule import make_schedule
 from .unipc import UniPC, decouple, flow_sigmas, timesteps_of
@@ -32,23 +33,26 @@ class Noise:
     action: Tensor
 
 
-def draw_noise(seed: int, latents: Tensor, network: DreamZero) -> Noise:
+def draw_noise(seed: int, latents: Tensor, network: DreamZero, *, counted: bool = False) -> Noise:
     """Noise as upstream draws it: bf16 on the device, a fresh generator for each, the same in every call (spec 4.2).
 
     Args:
         latents: ``[B, z, F, h, w]``, for batch, channels and size.
+        counted: draw it with ``noise.counted_normal`` instead, which gives the same bits on every machine.
     """
     cfg = network.config
     batch, channels, _, height, width = latents.shape
 
-    def draw(shape: tuple[int, ...]) -> Tensor:
+    def draw(shape: tuple[int, ...], stream: int) -> Tensor:
+        if counted:
+            return counted_normal(seed, stream, shape, network.device, network.dtype)
         generator = torch.Generator(device=network.device).manual_seed(seed)
         noise = torch.randn(shape, generator=generator, device=network.device, dtype=torch.bfloat16)
         return noise.to(network.dtype)
 
     return Noise(
-        draw((batch, channels, cfg.dit.num_frame_per_block, height, width)),
-        draw((batch, cfg.action_horizon, cfg.dit.action_dim)),
+        draw((batch, channels, cfg.dit.num_frame_per_block, height, width), VIDEO),
+        draw((batch, cfg.action_horizon, cfg.dit.action_dim), ACTION),
     )
 
 

@@ -59,6 +59,7 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
             guidance_scale=params.engine_guidance_scale,
             seed=params.engine_seed,
             dtype=params.engine_dtype,
+            deterministic=params.engine_deterministic,
             **{k: v for k, v in chosen.items() if v != "auto"},
         ),
         progress=progress,

@@ -109,6 +109,11 @@ class NodeParameters:
         "bfloat16 as published; auto: float32 on a CPU",
         choices=("auto", "bfloat16", "float32"),
     )
+    engine_deterministic: bool = _p(
+        False,
+        "engine.deterministic",
+        "the same weights, seeds and observations give the same bits in every process; other noise than upstream's",
+    )
 
     server_uri: str = _p("", "server.uri", "backend openpi: address of the policy server, ws://HOST:PORT[/PATH]")
     server_dialect: str = _p(

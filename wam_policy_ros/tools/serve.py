@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="reference: the published algorithm, plain; bf16, fp8: the same one fast, on a GPU; default: auto",
     )
+    what.add_argument(
+        "--deterministic", action="store_true", help="the same bits for the same requests in every process, see README"
+    )
     what.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="engine option")
     where = parser.add_argument_group("whom it serves")
     where.add_argument("--host", default="127.0.0.1", help="default: this machine only")
@@ -142,6 +145,14 @@ def option_words(words: list[str]) -> dict[str, Any]:
     return out
 
 
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """On top of the preset. Raises ConfigError for words that are no options."""
+    options = option_words(args.engine)
+    if args.evaluations is not None:
+        options |= {"schedule": "static", "evaluations": args.evaluations}
+    return options | ({"deterministic": True} if args.deterministic else {})
+
+
 def policy_factory(args: argparse.Namespace) -> Callable[[Callable[[str, float], None]], Policy]:
     """What the policy's thread calls to get the policy."""
 
@@ -152,16 +163,13 @@ def policy_factory(args: argparse.Namespace) -> Callable[[Callable[[str, float],
         from wam_policy_ros.engine.build import build_policy, resolve_device
         from wam_policy_ros.engine.config import EngineConfig
 
-        options = option_words(args.engine)
-        if args.evaluations is not None:
-            options |= {"schedule": "static", "evaluations": args.evaluations}
         return build_policy(
             embodiment=args.embodiment,
             checkpoint=args.checkpoint,
             random_weights=args.random_weights,
             tokenizer=args.tokenizer,
             device=args.device,
-            config=EngineConfig.preset(args.preset, resolve_device(args.device), **options),
+            config=EngineConfig.preset(args.preset, resolve_device(args.device), **engine_options(args)),
             progress=progress,
         )
 

@@ -85,18 +85,17 @@ def _engine_options(args: argparse.Namespace, report: dict[str, Any]) -> None:
         return
     from wam_policy_ros.engine.config import EngineConfig
 
-    from .serve import option_words
+    from .serve import engine_options
 
-    options = option_words(args.engine)
-    if args.evaluations is not None:
-        options |= {"schedule": "static", "evaluations": args.evaluations}
+    options = engine_options(args)
     import torch
 
     gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
     try:
         config = EngineConfig.preset(args.preset, torch.device("cuda" if gpu else "cpu"), **options)
         report["_engine"] = config
-        report["engine"] = f"{config.evaluations_text} evaluations, tier {config.tier}"
+        same = ", deterministic" if config.deterministic else ""
+        report["engine"] = f"{config.evaluations_text} evaluations, tier {config.tier}{same}"
     except (WamError, TypeError) as error:
         report["problems"].append(f"engine options: {error}")
 
