@@ -14,15 +14,16 @@ import matplotlib.pyplot as plt
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write a PNG. Bars of one number of evaluations stand together; the stages of our own are stacked."""
     groups = [str(e) for e in report["evaluations"]]
-    names = [*([] if not report.get("anchors") else ["upstream"]), *report["configurations"]]
-    rows = {(r["configuration"], str(r["evaluations"])): r for r in report["rows"]}
+    ours = [(name, gpus) for name in report["configurations"] for gpus in report.get("gpus", [1])]
+    names = [*([] if not report.get("anchors") else [("upstream", 1)]), *ours]
+    rows = {((r["configuration"], r.get("gpus", 1)), str(r["evaluations"])): r for r in report["rows"]}
     stages = ["preprocess", "first_frame", "vae_encode", "prefill", "denoise"]
     figure, axis = plt.subplots(figsize=(9, 4.8))
     width = 0.8 / max(len(names), 1)
     for index, name in enumerate(names):
         for group, evaluations in enumerate(groups):
             x = group + (index - (len(names) - 1) / 2) * width
-            if name == "upstream":
+            if name == ("upstream", 1):
                 value = report["anchors"].get(evaluations)
                 if value is not None:
                     axis.bar(
@@ -33,7 +34,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             row = rows.get((name, evaluations))
             if row is None or "step_s" not in row:
                 continue
-            total = row["step_s"]["p50"] * 1e3
+            total, title = row["step_s"]["p50"] * 1e3, name[0] if name[1] == 1 else f"{name[0]} x{name[1]}"
             means = _mean_stages(row)
             bottom = 0.0
             for k, stage in enumerate(stages):
@@ -42,7 +43,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
                 axis.bar(x, part, width * 0.92, bottom=bottom, color=f"C{k}", label=label)
                 bottom += part
             axis.bar(x, total, width * 0.92, fill=False, edgecolor="black", linewidth=0.8)
-            axis.text(x, max(total, bottom), f"{name}\n{total:.0f}", ha="center", va="bottom", fontsize=7)
+            axis.text(x, max(total, bottom), f"{title}\n{total:.0f}", ha="center", va="bottom", fontsize=7)
     axis.set_xticks(range(len(groups)), [f"{g} evaluations" for g in groups])
     axis.set_ylabel("ms per closed-loop step, median")
     axis.margins(y=0.15)

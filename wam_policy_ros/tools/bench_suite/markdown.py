@@ -9,6 +9,7 @@ from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError
 
+from . import scaling
 from .records import load_anchors
 
 COLUMNS = {"plain": "plain, bf16", "bf16": "fused, bf16", "fp8": "fused, FP8"}
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         report = json.loads(args.report.read_text(encoding="utf-8"))
-        print(speed_table(report, load_anchors()))
+        several = len(report.get("gpus", [])) > 1
+        print(scaling.markdown(report) if several else speed_table(report, load_anchors()))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError("no report of wam bench step", got=f"{args.report}: {error!r}") from error
     if args.chart:

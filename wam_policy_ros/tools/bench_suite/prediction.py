@@ -65,6 +65,12 @@ class Layout:
     guidance: int
     sequence: int
 
+    @classmethod
+    def of(cls, gpus: int, branches: int) -> Layout:
+        """Guidance first, as it exchanges least; what is left shares the tokens."""
+        guidance = 2 if branches == 2 and gpus % 2 == 0 else 1
+        return cls(guidance, gpus // guidance)
+
     @property
     def gpus(self) -> int:
         return self.guidance * self.sequence
@@ -105,6 +111,16 @@ def sequence_traffic(cfg: DreamZeroConfig, layout: Layout, tokens: int, width: i
     if p == 1:
         return Traffic()
     return Traffic(2, tokens / p * (p - 1) / p * 4 * cfg.dit.dim * width) * cfg.dit.num_layers
+
+
+def step_traffic(cfg: DreamZeroConfig, layout: Layout, *, frames: int, evaluations: int, guided: int) -> Traffic:
+    """Of a call that prefills ``frames`` latent frames. ``guided``: of the evaluations, those of both branches."""
+    dit = cfg.dit
+    tokens = dit.num_frame_per_block * dit.frame_seqlen + dit.num_action_per_block + dit.num_state_per_block
+    branches = 3 - layout.guidance  # that a group carries
+    both = sequence_traffic(cfg, layout, branches * tokens) + guidance_traffic(cfg, layout)
+    observed = sequence_traffic(cfg, layout, branches * frames * dit.frame_seqlen)
+    return observed + both * guided + sequence_traffic(cfg, layout, tokens) * (evaluations - guided)
 
 
 def branch_efficiency(row: Mapping[str, Any]) -> float:
@@ -148,13 +164,7 @@ def predict_step(
     prefill = stages["prefill"] * (share if layout.guidance == 2 else 1.0)
     single = both * share * (evaluations - guided)
     work = (prefill + one * guided + single) / parts
-    dit = cfg.dit
-    tokens = dit.num_frame_per_block * dit.frame_seqlen + dit.num_action_per_block + dit.num_state_per_block
-    batch = 3 - layout.guidance  # branches that a group carries
-    observed = sequence_traffic(cfg, layout, batch * frames * dit.frame_seqlen)
-    per_evaluation = sequence_traffic(cfg, layout, batch * tokens) + guidance_traffic(cfg, layout)
-    traffic = observed + per_evaluation * guided
-    traffic += sequence_traffic(cfg, layout, tokens) * (evaluations - guided)
+    traffic = step_traffic(cfg, layout, frames=frames, evaluations=evaluations, guided=guided)
     exchange = assumed.seconds(traffic.collectives, traffic.nbytes)
     handover = assumed.handover_ms * 1e-3 if layout.gpus > 1 else 0.0
     rest = stages["total"] - sum(stages[s] for s in SPLIT_STAGES)

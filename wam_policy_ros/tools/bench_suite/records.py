@@ -29,8 +29,11 @@ def load_anchors(path: Path | None = None) -> dict[str, Any]:
 
 
 def write_json(report: dict[str, Any], path: Path) -> None:
+    """The whole file or none of it, also for somebody who reads it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def append_history(report: dict[str, Any], note: str, path: Path | None = None) -> Path:

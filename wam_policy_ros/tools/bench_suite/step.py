@@ -23,7 +23,7 @@ from wam_policy_ros.engine.policy import DreamZeroPolicy
 from wam_policy_ros.engine.step_schedule import fixed_steps
 from wam_policy_ros.tools.provenance import provenance
 
-from . import cold, flops, trace
+from . import cold, exchange, flops, gpus, trace
 from .ceilings import measure_ceilings
 from .configurations import CONFIGURATIONS, engine_config, parse_changes
 from .network import (
@@ -34,6 +34,7 @@ from .network import (
     on_a_gpu,
     reconfigured,
 )
+from .prediction import Layout, step_traffic
 from .records import append_history, load_anchors, write_json
 from .table import summary
 from .windows import LONG_CALL_S, measure, observation_at
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="plain", help=f"some of {','.join(CONFIGURATIONS)}, separated by commas")
     parser.add_argument("--evaluations", default="8", help="of 16 solver steps: some of 16,8,7,6,5 and 4 (best case of "
                         "the dynamic rule, benchmark only)")  # fmt: skip
+    parser.add_argument("--gpus", default="1", metavar="N,...", help="numbers of GPUs of this host that share a step; "
+                        "several numbers run one after the other, each in processes of its own")  # fmt: skip
+    parser.add_argument("--budget-s", type=float, default=480.0, help="with several numbers of GPUs: what "
+                        "has not run by then is left out")  # fmt: skip
+    parser.add_argument("--stall-s", type=float, default=150.0, help="with several numbers of GPUs: a "
+                        "process that gives no row for so long is ended")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="engine option on top")
     parser.add_argument("--windows", type=int, default=8, help="at most so many measured windows after the cold one")
     parser.add_argument("--row-seconds", type=float, default=10.0, help="no further window of a row starts after this")
@@ -66,19 +73,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    names, evaluations, changes = configuration_names(args.config), _numbers(args.evaluations), parse_changes(args.set)
+    names, evaluations, changes = (
+        configuration_names(args.config),
+        _numbers(args.evaluations, "--evaluations"),
+        parse_changes(args.set),
+    )
     changes |= {} if args.dtype == "auto" else {"dtype": args.dtype}
+    # In this order one network serves all: FP8 takes the weights over.
+    names = [n for n in CONFIGURATIONS if n in names]
+    counts = _gpu_counts(args.gpus, names)
+    if len(counts) > 1:
+        return _several_counts(args, counts, names, evaluations)
+    changes |= {"gpus": counts[0]} if counts[0] > 1 else {}
     if args.cold_child:
         return _cold_child(args, names[0], evaluations[0], changes)
     report: dict[str, Any] = {"cold": {}, "rows": []}
     anchors = load_anchors(args.anchors).get("upstream_ms", {})
     for name in configuration_names(args.cold) if args.cold else []:
-        report["cold"][name] = cold.run_cold(_words(args, name, evaluations[-1]))
+        report["cold"][name] = cold.run_cold(_words(args, name, evaluations[-1:]))
         print(
             f"  cold start of {name}: {report['cold'][name]['process_start_to_first_chunk_s']:.1f} s", file=sys.stderr
         )
-    # In this order one network serves all: FP8 takes the weights over.
-    names = [n for n in CONFIGURATIONS if n in names]
     begin = time.perf_counter()
     policy = build(args, engine_config(names[0], evaluations[0], gpu=on_a_gpu(args.device), changes=changes))
     device = policy.network.device
@@ -122,6 +137,33 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any("error" in row for row in report["rows"]) else 0
 
 
+def _several_counts(args: argparse.Namespace, counts: list[int], names: list[str], evaluations: list[int]) -> int:
+    words = [*_words(args, None, evaluations), "--windows", str(args.windows), "--row-seconds", str(args.row_seconds)]
+    words += [f"--no-{part}" for part in ("video", "profile", "reaction") if getattr(args, f"no_{part}")]
+
+    def write(report: dict[str, Any]) -> None:
+        if args.json:
+            write_json(report, args.json)
+
+    report = gpus.run_counts(args, counts, names, evaluations, [*words, "--no-ceilings"], write)
+    if "provenance" in report:
+        print(summary(report))
+    else:
+        print("\n".join(f"{r['configuration']} {r['evaluations']}, {r['gpus']} GPUs: {r['error']}"
+                        for r in report["rows"]))  # fmt: skip
+    _write(report, args)
+    return 1 if any("error" in row for row in report["rows"]) else 0
+
+
+def _gpu_counts(text: str, names: list[str]) -> list[int]:
+    counts = list(dict.fromkeys(_numbers(text, "--gpus")))
+    if not counts or min(counts) < 1:
+        raise ConfigError("--gpus must be numbers of GPUs separated by commas", got=text, expected="e.g. 1,2")
+    if max(counts) > 1 and "plain" in names:
+        raise ConfigError("the plain step runs on one GPU", got=f"--gpus {text}", expected="--config bf16,fp8")
+    return counts
+
+
 def _write(report: dict[str, Any], args: argparse.Namespace) -> None:
     if args.json:
         write_json(report, args.json)
@@ -136,7 +178,7 @@ def _write(report: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespace) -> dict[str, Any]:
-    config, network = policy.config, policy.network
+    config, network, many = policy.config, policy.network, _numbers(args.gpus, "--gpus")[0]
     row: dict[str, Any] = {
         "configuration": name,
         "evaluations": count,
@@ -172,11 +214,19 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
         }
     # The trace of thousands of small launches takes longer to read than the row took, and what the GPU waits for is the
     # same in every row of a configuration: one fused row of each.
-    fewest = count == min(_numbers(args.evaluations))
-    if network.device.type == "cuda" and name != "plain" and fewest and not args.no_profile:
+    profiled = many > 1 or count == min(_numbers(args.evaluations, "--evaluations"))
+    if network.device.type == "cuda" and name != "plain" and profiled and not args.no_profile:
         at = 4  # the last position of a window: the longest call
         busy = trace.busy_seconds(_one_step(policy, at, want_video=not args.no_video), network.device)
-        row["profile"] = busy | {"position": at, "gpu_idle_s": row["position_s"][str(at)]["p50"] - busy["gpu_busy_s"]}
+        step_s = row["position_s"][str(at)]["p50"]
+        row["profile"] = busy | {"position": at, "gpu_idle_s": step_s - busy["gpu_busy_s"]}
+        if many > 1:
+            row["exchange"] = exchange.seconds_and_share(busy, step_s)
+    if many > 1:
+        traffic = step_traffic(network.config, Layout.of(many, branches), frames=2, evaluations=count, guided=guided)
+        row.setdefault("exchange", {})["MB"] = traffic.nbytes / 1e6
+    if network.device.type == "cuda":
+        row["gpu_memory_GiB"] = exchange.memory_in_use_GiB(many)
     return row
 
 
@@ -222,15 +272,16 @@ def _cold_child(args: argparse.Namespace, name: str, count: int, changes: dict[s
     return 0
 
 
-def _words(args: argparse.Namespace, name: str, count: int) -> list[str]:
-    words = ["--config", name, "--evaluations", str(count), "--device", args.device, "--dtype", args.dtype]
+def _words(args: argparse.Namespace, name: str | None, counts: list[int]) -> list[str]:
+    words = ["--evaluations", ",".join(map(str, counts)), "--device", args.device, "--dtype", args.dtype]
+    words += [] if name is None else ["--config", name]
     words += ["--checkpoint", args.checkpoint] if args.checkpoint else ["--network", args.network]
     words += ["--embodiment", args.embodiment] + (["--tokenizer", args.tokenizer] if args.tokenizer else [])
     return words + [w for change in args.set for w in ("--set", change)]
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, option: str) -> list[int]:
     try:
         return [int(n) for n in text.split(",") if n.strip()]
     except ValueError as error:
-        raise ConfigError("evaluations must be numbers separated by commas", got=text) from error
+        raise ConfigError(f"{option} must be numbers separated by commas", got=text) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import scaling
 from .ceilings import best
 
 _STAGES = ("preprocess", "first_frame", "vae_encode", "prefill", "denoise", "decode_actions", "outside_gpu")
@@ -18,10 +19,10 @@ def summary(report: dict[str, Any]) -> str:
         f"{machine}; {report['spec']['dtype']}; torch {where['torch']}; commit {where['commit'] or 'unknown'}",
         f"guidance {report['spec']['guidance_scale']}; "
         + ("action and video" if report["video"] else "action alone, nobody looks at the video"),
-        f"network ready in {report['load_s']:.1f} s"
-        + (f", peak {report['load_peak_GiB']} GiB" if report["load_peak_GiB"] is not None else ""),
+        *(_loaded(part) for part in report.get("parts", [report])),
         "",
         *_speed(report),
+        *scaling.lines(report),
         "",
         *_stages(report),
     ]
@@ -34,15 +35,28 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _loaded(part: dict[str, Any]) -> str:
+    """Of the report, or of one of its parts on several GPUs."""
+    where = f"{part['gpus']} GPUs: " if "wall_s" in part else ""
+    if "load_s" not in part:
+        return f"{where}{part.get('trouble', 'no network')}"
+    peak = part.get("load_peak_GiB")
+    return f"{where}network ready in {part['load_s']:.1f} s" + (f", peak {peak} GiB" if peak is not None else "")
+
+
+def _title(name: str, gpus: int) -> str:
+    return name if gpus == 1 else f"{name} x{gpus}"
+
+
 def _speed(report: dict[str, Any]) -> list[str]:
-    rows = {(r["configuration"], r["evaluations"]): r for r in report["rows"]}
-    names = report["configurations"]
-    head = "ms per step, median".ljust(30) + "upstream".rjust(10) + "".join(n.rjust(10) for n in names)
+    rows = {(r["configuration"], r.get("gpus", 1), r["evaluations"]): r for r in report["rows"]}
+    columns = [(name, gpus) for name in report["configurations"] for gpus in report.get("gpus", [1])]
+    head = "ms per step, median".ljust(30) + "upstream".rjust(10) + "".join(_title(*c).rjust(10) for c in columns)
     lines = [head]
     for count in report["evaluations"]:
         anchor = report["anchors"].get(str(count))
         line = f"{count} of 16 evaluations".ljust(30) + (f"{anchor:.0f}" if anchor else "-").rjust(10)
-        ours = [rows.get((n, count), {}).get("step_s") for n in names]
+        ours = [rows.get((*column, count), {}).get("step_s") for column in columns]
         lines.append(line + "".join((f"{s['p50'] * 1e3:.1f}" if s else "failed").rjust(10) for s in ours))
     return lines
 
@@ -51,13 +65,15 @@ def _stages(report: dict[str, Any]) -> list[str]:
     lines = []
     for row in report["rows"]:
         if "error" in row:
-            lines.append(f"{row['configuration']} {row['evaluations']}: {row['error']}")
+            title = _title(row["configuration"], row.get("gpus", 1))
+            lines.append(f"{title} {row['evaluations']}: {row['error']}")
             continue
         step, memory = row["step_s"], row["memory"]
         tail = f", peak {memory['peak_GiB']} GiB" if memory else ""
         lines.append(
-            f"{row['configuration']} {row['text']}, tier {row['tier']}: p50 {step['p50'] * 1e3:.1f} "
-            f"p99 {step['p99'] * 1e3:.1f} min {step['min'] * 1e3:.1f} max {step['max'] * 1e3:.1f} ms, n {step['n']}; "
+            f"{_title(row['configuration'], row.get('gpus', 1))} {row['text']}, tier {row['tier']}: "
+            f"p50 {step['p50'] * 1e3:.1f} p99 {step['p99'] * 1e3:.1f} "
+            f"min {step['min'] * 1e3:.1f} max {step['max'] * 1e3:.1f} ms, n {step['n']}; "
             f"worst p99/p50 at one position "
             f"{row['worst_p99_over_p50']:.3f}; first call {row['first_call_s'] * 1e3:.0f} ms{tail}"
         )
