@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def run(tmp_path_factory, smaller_network):
     """One run with everything; (report, folder)."""
     folder = tmp_path_factory.mktemp("bench")
     words = ["--windows", "1", "--evaluations", "5,4", "--device", "cpu", "--json", str(folder / "deep" / "b.json"),
-             "--chart", str(folder / "b.png"), "--trace", str(folder / "trace.json"), "--note", "half of it",
+             "--chart", str(folder / "b.png"), "--trace", str(folder / "trace.json.gz"), "--note", "half of it",
              "--history", str(folder / "history.jsonl")]  # fmt: skip
     assert main(["bench", "step", *words]) == 0
     return json.loads((folder / "deep" / "b.json").read_text()), folder
@@ -67,7 +68,7 @@ def test_ceilings_and_provenance(run):
 
 def test_trace_chart_and_history(run):
     report, folder = run
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
     assert any(e.get("name") == "aten::scaled_dot_product_attention" for e in events)
     assert report["trace"]["kernels"] == 0  # a CPU has none
     assert (folder / "b.png").read_bytes().startswith(b"\x89PNG")

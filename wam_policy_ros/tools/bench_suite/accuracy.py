@@ -12,7 +12,6 @@ a replay has the bits of the call it was recorded from.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.tools.provenance import provenance
 
 from .configurations import CONFIGURATIONS, engine_config, parse_changes
-from .network import add_network_arguments, build, configuration_names, on_a_gpu, reconfigured
+from .network import add_network_arguments, build, configuration_names, free_memory, on_a_gpu, reconfigured
 from .records import write_json
 from .stages import Stages
 from .windows import observation_at
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             options = changes if name == "plain" else _SAME_BITS | changes
             with stages.stage(f"{name}: weights"):
                 policy = reconfigured(policy, engine_config(name, args.evaluations, gpu=gpu, changes=options))
-                _free_memory(policy)
+                free_memory(policy.network.device)
             row["tier"] = policy.config.tier
             with stages.stage(f"{name}: {args.calls} calls and an evaluation"):
                 compare(policy, reference, row, save)
@@ -166,14 +165,8 @@ def _reference(policy: DreamZeroPolicy, config: EngineConfig, calls: int, stages
     with stages.stage(f"reference: {calls} calls and an evaluation"):
         video, action = outcome(reference, calls, call, lambda i, x: blocks.append(x.float().cpu()))
     del reference, wide
-    _free_memory(policy)
+    free_memory(policy.network.device)
     return Outcome(blocks, video, action, rows)
-
-
-def _free_memory(policy: DreamZeroPolicy) -> None:
-    gc.collect()
-    if policy.network.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from dataclasses import replace
 
@@ -63,6 +64,13 @@ def reconfigured(policy: DreamZeroPolicy, config: EngineConfig) -> DreamZeroPoli
     if config.step == "fused" and config == replace(old, schedule=config.schedule, evaluations=config.evaluations):
         return with_schedule(policy, schedule=config.schedule, evaluations=config.evaluations)
     return with_config(policy, **vars(config))
+
+
+def free_memory(device: torch.device) -> None:
+    """What is not referenced any more, windows and recordings of a policy that was replaced above all."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def on_a_gpu(device: str) -> bool:

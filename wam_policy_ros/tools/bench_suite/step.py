@@ -8,7 +8,6 @@ machine reached at the network's shapes in the same run (``ceilings``).
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -31,6 +30,7 @@ from .network import (
     add_network_arguments,
     build,
     configuration_names,
+    free_memory,
     on_a_gpu,
     reconfigured,
 )
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
             config = engine_config(name, count, gpu=device.type == "cuda", changes=changes)
             try:
                 policy = reconfigured(policy, config)
-                _tidy(device)
+                free_memory(device)  # the last configuration's windows
                 if name != prepared:  # as a policy that ships is; rows of one configuration share the windows
                     policy.prepare(Progress())
                     prepared = name
@@ -228,13 +228,6 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
     if network.device.type == "cuda":
         row["gpu_memory_GiB"] = exchange.memory_in_use_GiB(many)
     return row
-
-
-def _tidy(device: torch.device) -> None:
-    """The memory of what is no longer used, e.g. the last configuration's windows."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _guided(config: EngineConfig, *, want_video: bool) -> int:

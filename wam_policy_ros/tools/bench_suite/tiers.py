@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from wam_policy_ros.engine.policy import DreamZeroPolicy
 from wam_policy_ros.tools.provenance import provenance
 
 from .configurations import CONFIGURATIONS, engine_config, parse_changes
-from .network import add_network_arguments, build, configuration_names, on_a_gpu, reconfigured
+from .network import add_network_arguments, build, configuration_names, free_memory, on_a_gpu, reconfigured
 from .records import write_json
 from .windows import observation_at
 
@@ -76,29 +77,30 @@ def run(args: argparse.Namespace) -> int:
     gpu = on_a_gpu(args.device)
     policy = build(args, engine_config(names[0], 16, gpu=gpu, changes=changes))
     policy = reconfigured(policy, engine_config(names[0], 16, gpu=gpu, changes=changes))
-    reference = _outcome(policy, args.calls)
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        for title, options in VARIANTS.items() if name == names[0] else [("16 of 16", VARIANTS["16 of 16"])]:
-            print(f"\r  {name}: {title}".ljust(60), end="", file=sys.stderr)
-            row: dict[str, Any] = {"configuration": name, "variant": title}
-            try:
-                policy = reconfigured(policy, engine_config(name, 16, gpu=gpu, changes=changes | options))
-                row |= {"tier": tier(policy.config)} | compare(policy, reference, _outcome(policy, args.calls))
-            except (WamError, RuntimeError) as error:
-                row["error"] = f"{type(error).__name__}: {error}"
-            rows.append(row)
-    print(file=sys.stderr)
-    report = {
+    report: dict[str, Any] = {
         "network": args.checkpoint or f"random {args.network}",
         "spec": dict(policy.spec.details) | {"weights": policy.spec.weights, "embodiment": policy.spec.embodiment},
         "calls": args.calls,
         "provenance": provenance(policy.network.device),
-        "rows": rows,
+        "rows": (rows := []),
     }
+    reference = _outcome(policy, args.calls)
+    for name in names:
+        for title, options in VARIANTS.items() if name == names[0] else [("16 of 16", VARIANTS["16 of 16"])]:
+            row: dict[str, Any] = {"configuration": name, "variant": title}
+            begin = time.perf_counter()
+            try:
+                policy = reconfigured(policy, engine_config(name, 16, gpu=gpu, changes=changes | options))
+                free_memory(policy.network.device)  # the last variant's windows
+                row |= {"tier": tier(policy.config)} | compare(policy, reference, _outcome(policy, args.calls))
+            except (WamError, RuntimeError) as error:
+                row["error"] = f"{type(error).__name__}: {error}"
+            rows.append(row)
+            print(f"  {name}: {title}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+            if args.json:
+                write_json(report, args.json)  # the variants that follow cost minutes of a GPU: keep these
     print(table(report))
     if args.json:
-        write_json(report, args.json)
         print(f"written: {args.json}")
     return 1 if any("error" in r for r in rows) else 0
 
