@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .config import DreamZeroConfig
 from .dit import CausalDiT
@@ -45,7 +47,7 @@ class DreamZero(nn.Module):
     @classmethod
     def on_meta(cls, config: DreamZeroConfig) -> DreamZero:
         """Build without allocating: names, shapes and counts only."""
-        with torch.device("meta"):
+        with torch.device("meta"), _NothingToFill():
             return cls(config).requires_grad_(False).eval()
 
     @classmethod
@@ -81,6 +83,21 @@ class DreamZero(nn.Module):
         values = {n: t if is_scale(n) else nn.Parameter(t, requires_grad=False) for n, t in state.items()}
         self.load_state_dict(values, strict=True, assign=True)
         self.requires_grad_(False).eval()
+
+
+class _NothingToFill(TorchFunctionMode):
+    """Layers fill their parameters when they are made. Without memory there is nothing to fill, and PyTorch's own way
+    of finding that out imports its compiler, which takes seconds."""
+
+    _fills = frozenset({nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, torch.Tensor.uniform_,
+                        torch.Tensor.normal_, torch.Tensor.fill_, torch.Tensor.zero_})  # fmt: skip
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in self._fills:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def _random_parameter(

@@ -50,14 +50,14 @@ class VisionTransformer(nn.Module):
         super().__init__()
         dim = config.vision_dim
         self.patch_embedding = nn.Conv2d(3, dim, config.patch_size, stride=config.patch_size, bias=False)
-        self.cls_embedding = nn.Parameter(torch.randn(1, 1, dim) * dim**-0.5)
-        self.pos_embedding = nn.Parameter(torch.randn(1, config.num_tokens, dim) * dim**-0.5)
+        self.cls_embedding = nn.Parameter(torch.empty(1, 1, dim))
+        self.pos_embedding = nn.Parameter(torch.empty(1, config.num_tokens, dim))
         self.pre_norm = nn.LayerNorm(dim, eps=1e-5)
         self.transformer = nn.ModuleList(
             Block(dim, config.vision_heads, config.vision_mlp_ratio) for _ in range(config.vision_layers)
         )
         self.post_norm = nn.LayerNorm(dim, eps=1e-5)
-        self.head = nn.Parameter(torch.randn(dim, config.embed_dim) * dim**-0.5)
+        self.head = nn.Parameter(torch.empty(dim, config.embed_dim))
 
     def forward(self, image: Tensor, num_blocks: int) -> Tensor:
         """Normalised ``[B, 3, size, size]`` -> hidden states after ``num_blocks`` blocks, ``[B, tokens, dim]``."""

@@ -293,6 +293,8 @@ def _encoders(config: DreamZeroConfig, device: torch.device, dtype: torch.dtype)
     torch.manual_seed(0)
     with torch.device(device):
         vae, image_encoder = VideoVAE(config.vae), ImageEncoder(config.image)
+    for p in image_encoder.parameters():
+        torch.nn.init.normal_(p, std=config.image.vision_dim**-0.5)
     parts = {"vae": vae, "image_encoder": image_encoder}
     for part in parts.values():
         part.to(dtype).requires_grad_(False).eval()
