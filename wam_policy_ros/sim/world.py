@@ -178,9 +178,9 @@ class World:
         """One tick with the last targets: the negative control. Raises as ``step``."""
         return self.step(self._target, self._gripper, images=images)
 
-    def observe(self) -> Frame:
-        """The present frame, drawn again. Nothing moves."""
-        return self._frame((), True)
+    def observe(self, *, images: bool = True) -> Frame:
+        """The present frame, once more. Nothing moves."""
+        return self._frame((), images)
 
     @property
     def outcome(self) -> Outcome:
@@ -188,6 +188,11 @@ class World:
         moved = np.linalg.norm(self._thing_positions() - self._rest, axis=1)
         far = {n: float(d) for n, d in zip(objects.THINGS, moved, strict=True) if d > MOVED_M}
         return Outcome(self._success, self._held, self._lifted() if self.task else 0.0, far)
+
+    @property
+    def joint_ranges(self) -> Array:
+        """``[2, 7]`` lowest and highest, rad."""
+        return self._ranges.copy()
 
     @property
     def target_rad(self) -> Array:
