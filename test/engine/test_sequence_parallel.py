@@ -14,6 +14,7 @@ from wam_policy_ros.engine.fast_attention import Fp8Scales, PlainFp8Attention, T
 from wam_policy_ros.engine.fast_dit import FastDiT, TimeTable
 from wam_policy_ros.engine.fp8 import E4M3FN
 from wam_policy_ros.engine.sequence_parallel import check_ranks, sequence_exchange
+from wam_policy_ros.engine.sequence_traffic import evaluation_bytes, prefill_bytes
 from wam_policy_ros.engine.window_slots import SlotLayout, WindowSlot
 from wam_policy_ros.model.attention import CrossKV
 from wam_policy_ros.model.config import DiTConfig
@@ -98,6 +99,10 @@ def conditions(dit):
     return [draw(dit, 20 + i, *shape) for i, shape in enumerate(shapes)]
 
 
+def sent_bytes(exchange):
+    return 0 if exchange is ALONE else exchange.traffic.sent_bytes
+
+
 def run_plain(dit, exchange):
     """A window that fills: per block a prefill, then an evaluation. All flows, then the keys of the window."""
     text, image, action, state = conditions(dit)
@@ -106,10 +111,14 @@ def run_plain(dit, exchange):
     for frames in (1, 2, 2):
         x, y = inputs(dit, frames)
         table = dit.rotary_table(start, frames, *x.shape[3:], registers=False)
+        sent = sent_bytes(exchange)
         out = dit(
             x, y, dit.time_conditioning(torch.zeros(1, frames, dtype=torch.int64)), table, cross, past=past,
             exchange=exchange,
         )  # fmt: skip
+        width = x.dtype.itemsize
+        expected = prefill_bytes(dit.cfg, exchange.ranks, frames, itemsize=width, kv_itemsize=width, plain=True)
+        assert sent_bytes(exchange) - sent == expected
         old = past or [None] * len(out.kv)
         past = [
             new if cached is None else type(new)(*(torch.cat(p, 1) for p in zip(cached, new, strict=True)))
@@ -118,11 +127,14 @@ def run_plain(dit, exchange):
         start += frames
         x, y = inputs(dit, 2)
         steps = torch.full((1, 5), 700)
+        sent = sent_bytes(exchange)
         table = dit.rotary_table(start, 2, *x.shape[3:], registers=True)
         out = dit(
             x, y, dit.time_conditioning(torch.full((1, 2), 700), steps), table, cross, past=past, action=action,
             timestep_action=steps, state=state, exchange=exchange,
         )  # fmt: skip
+        expected = evaluation_bytes(dit.cfg, exchange.ranks, itemsize=width, kv_itemsize=width)
+        assert sent_bytes(exchange) - sent == expected
         flows += [out.video, out.action]
     return flows, [torch.cat([kv.k, kv.v]) for kv in past]
 
@@ -146,12 +158,17 @@ def run_fast(dit, exchange, branches=2, fp8=None, eight_bit_attention=False):
     fast.load_image(slot, image)
     position, start, flows = 0, 0, []
     for frames in (1, 2, 2):
+        sent = sent_bytes(exchange)
         fast.prefill(slot, *inputs(dit, frames), position, start, branches)
+        how = {"branches": branches, "itemsize": 4, "kv_itemsize": layout.kv_dtype.itemsize}
+        assert sent_bytes(exchange) - sent == prefill_bytes(dit.cfg, exchange.ranks, frames, **how)
         position, start = position + frames * dit.cfg.frame_seqlen, start + frames
+        sent = sent_bytes(exchange)
         flows += fast.evaluate(
             slot, *inputs(dit, 2), position, start, branches, e=times.e[0], e6=times.e6[0], action=action,
             action_steps=times.action_steps[:1], state=state,
         )  # fmt: skip
+        assert sent_bytes(exchange) - sent == evaluation_bytes(dit.cfg, exchange.ranks, **how)
     return flows, [torch.cat([slot.k[i, :, :position], slot.v[i, :, :position]]) for i in range(dit.cfg.num_layers)]
 
 

@@ -1,0 +1,56 @@
+"""How many bytes a rank sends in sequence parallelism, in closed form. docs/parallel.md has the table."""
+
+from __future__ import annotations
+
+from wam_policy_ros.model.config import DiTConfig
+
+
+def evaluation_bytes(
+    dit: DiTConfig, ranks: int, *, branches: int = 1, itemsize: int = 2, kv_itemsize: int = 2, with_video: bool = True
+) -> int:
+    """Bytes that one rank sends to all others in one evaluation.
+
+    Args:
+        ranks: that share the evaluation. branches: guidance branches they evaluate together.
+        itemsize: of the network's dtype; kv_itemsize: of what attention reads and writes.
+        with_video: the video flow is wanted.
+    """
+    registers = dit.num_action_per_block + dit.num_state_per_block
+    run = run_length(dit, ranks, dit.num_frame_per_block)
+    layers = dit.num_layers * (_to_heads(dit, ranks, run) + _to_tokens(dit, ranks, run + registers)) * kv_itemsize
+    return branches * (layers + (_flow(dit, ranks, run) * itemsize if with_video else 0))
+
+
+def prefill_bytes(
+    dit: DiTConfig, ranks: int, frames: int, *, branches: int = 1, itemsize: int = 2, kv_itemsize: int = 2,
+    plain: bool = False,
+) -> int:  # fmt: skip
+    """Bytes that one rank sends to all others in the prefill of so many latent frames.
+
+    Args:
+        plain: the plain network computes the last layer to its end and a flow, the fused step only what it keeps.
+    """
+    run = run_length(dit, ranks, frames)
+    back = dit.num_layers if plain else dit.num_layers - 1
+    layers = (dit.num_layers * _to_heads(dit, ranks, run) + back * _to_tokens(dit, ranks, run)) * kv_itemsize
+    return branches * (layers + (_flow(dit, ranks, run) * itemsize if plain else 0))
+
+
+def run_length(dit: DiTConfig, ranks: int, frames: int) -> int:
+    """Video tokens of a rank, fillers included."""
+    return -(-frames * dit.frame_seqlen // ranks)
+
+
+def _to_heads(dit: DiTConfig, ranks: int, run: int) -> int:
+    """Numbers per layer: of q, k and v the other ranks' heads."""
+    return (ranks - 1) * 3 * run * dit.dim // ranks
+
+
+def _to_tokens(dit: DiTConfig, ranks: int, tokens: int) -> int:
+    """Numbers per layer: what own heads gave for the other ranks' tokens, action and state among them."""
+    return (ranks - 1) * tokens * dit.dim // ranks
+
+
+def _flow(dit: DiTConfig, ranks: int, run: int) -> int:
+    """Numbers per call: the patches of own tokens, to everybody."""
+    return (ranks - 1) * run * 4 * dit.out_dim
