@@ -91,8 +91,9 @@ def sample_layout(seed: int, variation: Variation | None = None) -> Layout:
     )
     looks = look_rng.uniform(-1.0, 1.0, (1 + len(objects.MATERIALS) + 2, 4))
     names = ("table", "floor", *objects.MATERIALS)
-    # Brightness of the whole plus a little of hue.
-    tints = {n: 1.0 + v.colour * (0.6 * row[0] + 0.4 * row[1:]) for n, row in zip(names, looks[1:], strict=True)}
+    # Brightness of the whole plus a little of hue; the mug stays white.
+    tints = {n: 1.0 + v.colour * (0.6 * row[0] + 0.3 * row[1:]) for n, row in zip(names, looks[1:], strict=True)}
+    tints["mug"] = 1.0 + 0.4 * (tints["mug"] - 1.0)
     table = TABLES[int(look_rng.integers(len(TABLES)))] if v.tables else TABLES[0]
     light = np.array([1.0, 1.0, 0.0, 0.0]) + v.light * looks[0] * np.array([1.0, 0.5, 2.0, 2.0])
     jitter = camera_rng.uniform(-1.0, 1.0, (len(cameras.NAMES), 6))

@@ -100,7 +100,7 @@ def _add_room(spec: mujoco.MjSpec, shadows: bool) -> None:
     oak, walnut = ((0.78, 0.62, 0.44), 0.06), ((0.50, 0.36, 0.26), 0.08)
     _paint(spec, "table_oak", _wood(1, *oak), specular=0.15)
     _paint(spec, "table_walnut", _wood(2, *walnut), specular=0.2)
-    _paint(spec, "table_stone", _speckle(3, (0.52, 0.54, 0.56), 0.035), specular=0.1)
+    _paint(spec, "table_stone", _speckle(3, (0.52, 0.54, 0.56), 0.035), repeat=(3, 4), specular=0.1)
     _paint(spec, "floor", _tiles((0.60, 0.60, 0.58), (0.52, 0.52, 0.50)), repeat=(6, 6))
     spec.add_material(name="steel", rgba=[0.30, 0.32, 0.34, 1], specular=0.3)
     world = spec.worldbody
