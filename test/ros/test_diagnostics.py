@@ -50,7 +50,13 @@ def sound_state(**changes: Any) -> dict[str, Any]:
         "step": 4,
         "prompt": "pick up the mug",
         "loading": {"phase": "ready", "message": "ready", "fraction": 1.0},
-        "policy": {"weights": "checkpoint x", "random_weights": False, "embodiment": "oxe_droid"},
+        "policy": {
+            "weights": "checkpoint x",
+            "random_weights": False,
+            "embodiment": "oxe_droid",
+            "fingerprint": {"id": "wam1-5"},
+            "details": {"weights_hash": "sha256:9"},
+        },
         "counters": {"chunks": 4, "late": 1, "refused": 0, "off_schedule": 2},
         "durations_s": {"latency": {"p50": 0.5, "p99": 0.75, "max": 0.8, "n": 4}},
         **streams,
@@ -67,6 +73,7 @@ def test_a_running_node_is_ok_with_rates_ages_and_latencies() -> None:
     assert seen[f"{CAMERAS[0]} rate [Hz]"] == "15.0" and seen["joints age of stamp [s]"] == "0.000"
     assert seen["skew of the cameras [s]"] == "0.000" and seen["off schedule"] == "2"
     assert found["policy"].values["latency p99 [ms]"] == "750.0" and found["policy"].values["late"] == "1"
+    assert found["policy"].values["fingerprint"] == "wam1-5" and found["policy"].values["weights hash"] == "sha256:9"
     assert found["controller"].values["control rate [Hz]"] == "15.00"
 
 

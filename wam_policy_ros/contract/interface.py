@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidState
+from .fingerprint import Fingerprint
 
 FieldKind = Literal["joint_position", "gripper", "velocity"]
 
@@ -72,6 +73,7 @@ class PolicySpec:
         weights: human-readable origin of the weights; shown wherever the policy is shown.
         random_weights: True when the weights were never trained. Such a policy is for tests of the machinery.
         details: anything else worth reporting (schedule, evaluations, dtype, device); JSON-serialisable.
+        fingerprint: what decides the bits of an action; None: a policy that does not say.
     """
 
     embodiment: str
@@ -86,6 +88,7 @@ class PolicySpec:
     weights: str = ""
     random_weights: bool = False
     details: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
 
     @property
     def state_dim(self) -> int:
@@ -208,6 +211,8 @@ class ActionChunk:
         timings_s: seconds per stage, key ``total`` included.
         video: opaque handle to the predicted video of this call; give it to ``Policy.render_video``. None if absent.
         info: anything worth logging (evaluations run, frames taken, ...); JSON-serialisable.
+        fingerprint: ``Fingerprint.id`` of the policy that made it; empty when it does not say.
+        stages: stage of the call, in order -> digest of what it gave; empty unless asked for (``HashesStages``).
     """
 
     actions: npt.NDArray[np.float64]
@@ -219,6 +224,8 @@ class ActionChunk:
     timings_s: Mapping[str, float] = field(default_factory=dict)
     video: Any = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+    stages: Mapping[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable

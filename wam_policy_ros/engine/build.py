@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from wam_policy_ros.model.checkpoint import read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import CheckpointFileError
-from wam_policy_ros.model.fingerprint import fingerprint
+from wam_policy_ros.model.fingerprint import FullHash, fingerprint, known_hash, tensors_hash
 from wam_policy_ros.model.tokenizer import ByteTokenizer, Tokenizer
 
 from .config import EngineConfig
@@ -41,6 +42,7 @@ def build_policy(
     tokenizer: str | None = None,
     device: str = "auto",
     config: EngineConfig | None = None,
+    hash_all: bool = False,
     progress: Progress = lambda text, fraction: None,
 ) -> DreamZeroPolicy:
     """Build the policy the node, the server and the tools use.
@@ -50,6 +52,8 @@ def build_policy(
         checkpoint: folder of a published checkpoint; or
         random_weights: ``tiny`` or ``14b``: an untrained network for tests and benchmarks. Exactly one of the two.
         tokenizer: folder with ``tokenizer.json`` of umt5-xxl; default: looked for inside the checkpoint folder.
+        hash_all: let ``weights_hash`` cover every byte of the weights; the deterministic tier always does. Without, it
+            does where that was computed before.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... (``cuda`` also names AMD GPUs in PyTorch).
         progress: called with a text and a fraction in [0, 1]; a text that begins with ``WARNING`` is one.
 
@@ -70,7 +74,7 @@ def build_policy(
         known = warnings_of(config, Platform.of(where))
         for line in known:
             progress(WARNING + line, 0.0)
-        policy = _build(embodiment, checkpoint, random_weights, tokenizer, where, config, progress)
+        policy = _build(embodiment, checkpoint, random_weights, tokenizer, where, config, hash_all, progress)
         for line in policy.warnings:
             progress(WARNING + line, 1.0)
     policy.warnings[:0] = known
@@ -84,6 +88,7 @@ def _build(
     tokenizer: str | None,
     where: torch.device,
     config: EngineConfig,
+    hash_all: bool,
     progress: Progress,
 ) -> DreamZeroPolicy:
     dtype = resolve_dtype(config.dtype, where)
@@ -98,13 +103,19 @@ def _build(
         assert found.config is not None
         refuse_impossible(config, Platform.of(where), found.config.dit, dtype)
         fp8 = fp8_for(where) if config.linears == "fp8" else None
-        network = load_network(folder, fp8=fp8, device=where, dtype=dtype, progress=progress)
+        shards = {entry.shard for entry in folder.tensors.values()}
+        # Beside the loading: both read the same pages.
+        with FullHash(shards) if hash_all or config.deterministic else nullcontext() as hashing:
+            network = load_network(folder, fp8=fp8, device=where, dtype=dtype, progress=progress)
+            if hashing is not None and not hashing.done:
+                progress("hashing the weights", 1.0)
+            known = known_hash(shards) or fingerprint(shards) if hashing is None else hashing.result()
     except CheckpointFileError as error:
         raise CheckpointError(error.what, problems=error.problems, remedy=error.remedy) from error
-    policy = DreamZeroPolicy(network, robot, statistics, tokens, config, weights=f"checkpoint {folder.path.name}")
+    policy = DreamZeroPolicy(
+        network, robot, statistics, tokens, config, weights=f"checkpoint {folder.path.name}", weights_hash=known
+    )
     policy.prepare(progress)
-    known = fingerprint(entry.shard for entry in folder.tensors.values())
-    policy.spec = dataclasses.replace(policy.spec, details={**policy.spec.details, "weights_hash": known})
     return policy
 
 
@@ -183,6 +194,9 @@ def _random_policy(
     # Quantised as they are drawn, so that no more than the step needs is ever on the device.
     convert = online(fp8_for(device)) if config.linears == "fp8" else None
     network = DreamZero.with_random_weights(network_config, device=device, dtype=dtype, convert=convert)
+    # Drawn by a generator of PyTorch's whose numbers depend on the kind of device.
+    drawn = f"random {preset}, seed 0, {dtype}, {device.type}, torch {torch.__version__}"
+    known = tensors_hash(network.state_dict()) if preset == "tiny" else drawn
     robot = dataclasses.replace(robot, horizon=network_config.action_horizon)
     tokens: Tokenizer
     if tokenizer:
@@ -202,6 +216,7 @@ def _random_policy(
         config,
         weights=f"RANDOM WEIGHTS ({preset} network, never trained): not a policy",
         random_weights=True,
+        weights_hash=known,
     )
     policy.prepare(progress)
     return policy

@@ -7,7 +7,6 @@ step reads them, the plain network cannot run with them. Tier *numeric*.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.model.checkpoint import CheckpointFolder, Convert, check_weights, load_weights, stream_tensors
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import CheckpointFileError, TokenizerFileError
+from wam_policy_ros.model.fingerprint import full_hash, hash_file
 from wam_policy_ros.model.fp8_layout import MANIFEST, Fp8Manifest, is_fp8_weight, is_scale, scale_name
 from wam_policy_ros.model.key_maps import checkpoint_name
 from wam_policy_ros.model.shard_writer import FolderWriter
@@ -113,7 +113,7 @@ def write_fp8_checkpoint(
     done, layers = 0, []
     with ThreadPoolExecutor(4) as pool:
         shards = sorted({e.shard for e in folder.tensors.values()})
-        hashes = {p.name: pool.submit(_sha256, p) for p in [*shards, folder.path / "config.json"]}
+        hashes = {p.name: pool.submit(hash_file, p) for p in [*shards, folder.path / "config.json"]}
         with FolderWriter(out, **options) as writer:
             for name, tensor in stream_tensors(folder, device):
                 done += tensor.numel() * tensor.element_size()
@@ -125,6 +125,7 @@ def write_fp8_checkpoint(
             text = json.dumps(manifest.to_json(layers), indent=1)
             (writer.partial / MANIFEST).write_text(text, encoding="utf-8")
             _copy_others(folder.path, writer.partial)
+    full_hash(out.glob("*.safetensors"))  # now, while their pages are in memory
     return manifest
 
 
@@ -143,8 +144,3 @@ def _copy_others(source: Path, target: Path) -> None:
         for name in _TOKENIZER_FILES:
             if (found / name).is_file():
                 shutil.copyfile(found / name, place / name)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -27,6 +27,7 @@ from .config import EngineConfig
 from .determinism import Determinism
 from .device import no_memory_is_overload, on_device
 from .device_resize import DeviceMosaic, Views
+from .fingerprint import fingerprint_of
 from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .inpaint import Committed
@@ -59,6 +60,7 @@ class DreamZeroPolicy:
         weights: where the weights come from, for people.
         random_weights: True when they were never trained.
         like: a policy of the same network whose prepared weights may be used again.
+        weights_hash: of the weights, for the fingerprint.
 
     Attributes:
         warnings: of this machine, for people.
@@ -75,6 +77,7 @@ class DreamZeroPolicy:
         weights: str,
         random_weights: bool = False,
         like: DreamZeroPolicy | None = None,
+        weights_hash: str | None = None,
     ) -> None:
         self.network = network
         self.embodiment = embodiment
@@ -113,7 +116,9 @@ class DreamZeroPolicy:
                 "deterministic": self.config.deterministic,
                 "noise": COUNTED if self.config.deterministic else "torch, on the device",
                 "parameters": sum(p.numel() for p in network.parameters()),
+                "weights_hash": weights_hash,
             },
+            fingerprint=fingerprint_of(network, self.config, embodiment, statistics, tokenizer, weights_hash),
         )
 
     # -- contract.interface.Policy ------------------------------------------------------------------------------
@@ -206,6 +211,7 @@ class DreamZeroPolicy:
                 timings_s=timer.finish(),
                 video=self._predicted(result),
                 info={"evaluated": result.evaluated, **drawn.info},
+                fingerprint=self.spec.fingerprint.id if self.spec.fingerprint else "",
             )
         except BaseException:
             self.path.let_go(result.state, session.window)
@@ -374,6 +380,7 @@ def with_config(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
         weights=policy.spec.weights,
         random_weights=policy.spec.random_weights,
         like=policy,
+        weights_hash=policy.spec.details["weights_hash"],
     )
 
 

@@ -52,6 +52,8 @@ def _policy(state: State) -> Status:
     values = {
         "phase": phase,
         "weights": str(spec.get("weights", "")),
+        "fingerprint": str((spec.get("fingerprint") or {}).get("id", "")),
+        "weights hash": str((spec.get("details") or {}).get("weights_hash") or ""),
         "embodiment": str(spec.get("embodiment", "")),
         "session": str(state.get("session", "")),
         "step": str(state.get("step", "")),

@@ -422,6 +422,7 @@ class PolicyNode(LifecycleNode):
                 "horizon": spec.horizon,
                 "control_rate_hz": spec.control_rate_hz,
                 "details": dict(spec.details),
+                "fingerprint": None if spec.fingerprint is None else spec.fingerprint.as_dict(),
             }
         if self._parts.server is not None:
             out["openpi"] = server_summary(self._parts.server)

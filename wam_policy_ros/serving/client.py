@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -170,7 +170,13 @@ class RemotePolicy:
             reset=reason,
             timings_s=timings,
             info={**drawn.info, "request_bytes": len(message)},
+            fingerprint=self._fingerprint(rest),
         )
+
+    def _fingerprint(self, rest: dict[str, Any]) -> str:
+        """As the reply says, or as the server said when it was reached."""
+        told, known = rest.get("fingerprint"), self.spec.fingerprint
+        return told if isinstance(told, str) else known.id if known else ""
 
     def reset(self, session: Any) -> None:
         """The server has forgotten the episode when this returns. Raises PolicyUnavailable, RemoteError."""
@@ -225,6 +231,7 @@ class RemotePolicy:
             link, spec = _connect(self._config, deadline_s, cancel)
             self._link = link
             self._expect_same(spec)
+            self.spec = replace(self.spec, fingerprint=spec.fingerprint)  # it may have come back with other options
         while self._forgotten:
             self._reset_remote(self._forgotten[0], deadline_s, cancel)
             self._forgotten.pop(0)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wam_policy_ros.contract.errors import ChunkError, ConfigError, ContractMismatch, RemoteError
+from wam_policy_ros.contract.fingerprint import Fingerprint
 from wam_policy_ros.contract.interface import CameraSpec, Observation, PolicySpec
 
 UNNAMED = "of a policy server that does not name them"
@@ -111,14 +112,27 @@ def read_greeting(greeting: object, expected: PolicySpec, *, action_space: str =
         if got is not None and not _equal(got, wanted):
             raise ContractMismatch(f"the policy server has another {name}", got=got, expected=wanted, remedy=_REMEDY)
     weights = contract.get("weights") or greeting.get("weights")
-    known = {k: _plain(v) for k, v in {**greeting, **contract, **_maps(contract.get("details"))}.items()}
+    known = {
+        k: _plain(v)
+        for k, v in {**greeting, **contract, **_maps(contract.get("details"))}.items()
+        if k != "fingerprint"
+    }
     return replace(
         expected,
         cameras=tuple(_sized(c, greeting.get("image_resolution")) for c in expected.cameras),
         weights=str(weights) if weights else UNNAMED,
         random_weights=bool(contract.get("random_weights", greeting.get("random_weights", False))),
+        fingerprint=_fingerprint(contract.get("fingerprint")),
         details={"server": {str(k): v for k, v in known.items() if isinstance(v, bool | int | float | str)}},
     )
+
+
+def _fingerprint(told: object) -> Fingerprint | None:
+    """The server's; None when it does not say it, or in a way that this version does not understand."""
+    try:
+        return Fingerprint.from_dict(told) if isinstance(told, Mapping) else None
+    except (ConfigError, TypeError, ValueError):
+        return None
 
 
 def _announced(

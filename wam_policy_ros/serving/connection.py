@@ -334,6 +334,7 @@ class Connection:
                 seq=self._answered,
                 session_step=session.steps - 1,
                 previous_total_ms=self._previous_total_ms,
+                extras=self._dialect.extras,
             )
         await self._socket.send(pack(message, request.codec))
         self._answered += 1

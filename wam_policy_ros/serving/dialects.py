@@ -35,6 +35,7 @@ class Dialect:
         rows: they insist on this many rows; None: the policy's horizon.
         dtype: of the rows.
         sends: what its clients are known to send that the server has to be told about, or nothing.
+        extras: its clients take no offence at further keys of the reply map, behind the others.
     """
 
     name: str
@@ -47,13 +48,14 @@ class Dialect:
     rows: int | None = None
     dtype: str = "<f4"
     sends: str = ""
+    extras: bool = False
 
 
 _ONE_CAMERA = (
     "one exterior camera and pictures of 224x224: without --single-exterior dropped_view and --resize pad (or stretch) "
     "every request is refused"
 )
-_DROID = {"reply": "map", "timings": True, "metadata": "open", "sends": _ONE_CAMERA}
+_DROID = {"reply": "map", "timings": True, "metadata": "open", "sends": _ONE_CAMERA, "extras": True}
 
 DIALECTS: dict[str, Dialect] = {
     d.name: d
@@ -61,7 +63,16 @@ DIALECTS: dict[str, Dialect] = {
         Dialect("dreamzero", "DreamZero test_client_AR, run_sim_eval", "bare", False, "exact"),
         Dialect("roboarena", "RoboArena test client and evaluator", "map", False, "exact", action_space=None),
         Dialect("vllm_omni", "vLLM-Omni openpi_client, droid_sim_eval_client", "bare", False, "flat"),
-        Dialect("openpi", "openpi-client, inspect-robots, hud", "map", True, "open", action_space=None, blind=True),
+        Dialect(
+            "openpi",
+            "openpi-client, inspect-robots, hud",
+            "map",
+            True,
+            "open",
+            action_space=None,
+            blind=True,
+            extras=True,
+        ),
         Dialect("openpi_droid", "openpi examples/droid", action_space="joint_velocity", rows=10, **_DROID),  # type: ignore[arg-type]
         Dialect("sim_evals", "sim-evals", **_DROID),  # type: ignore[arg-type]
         Dialect("polaris", "PolaRiS", **_DROID),  # type: ignore[arg-type]
@@ -137,6 +148,7 @@ def contract(spec: PolicySpec, limits: Mapping[str, Any]) -> dict[str, Any]:
         "server": f"wam_policy_ros {__version__}",
         "weights": spec.weights,
         "weights_hash": spec.details.get("weights_hash"),
+        "fingerprint": None if spec.fingerprint is None else spec.fingerprint.as_dict(),
         "random_weights": spec.random_weights,
         "embodiment": spec.embodiment,
         "cameras": [{"name": c.name, "height": c.height, "width": c.width} for c in spec.cameras],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+
+from wam_policy_ros.contract.interface import PolicySpec
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60)
@@ -42,6 +44,7 @@ class Metrics:
             "wam_openpi_refused_handshakes", "Connections refused at the upgrade", ["reason"], registry=registry
         )
         self.freed = Counter("wam_openpi_sessions_freed", "Sessions ended, by cause", ["cause"], registry=registry)
+        self._policy = Info("wam_openpi_policy", "What answers, see the contract in /info", registry=registry)
         for name, text, value in (
             ("wam_openpi_ready", "1 when a request would probably succeed", ready),
             ("wam_openpi_connections", "Open connections", connections),
@@ -49,6 +52,19 @@ class Metrics:
             ("wam_openpi_waiting_jobs", "Jobs in the policy's queue", waiting),
         ):
             Gauge(name, text, registry=registry).set_function(value)
+
+    def tell(self, spec: PolicySpec) -> None:
+        """Whose answers these are; once the policy is loaded."""
+        parts = spec.fingerprint.parts if spec.fingerprint else {}
+        known = {
+            "fingerprint": spec.fingerprint.id if spec.fingerprint else "",
+            "weights_hash": spec.details.get("weights_hash"),
+            "source": parts.get("code", {}).get("source"),
+            "commit": parts.get("code", {}).get("commit"),
+            "device": parts.get("device", {}).get("name"),
+            "deterministic": spec.details.get("deterministic"),
+        }
+        self._policy.info({name: "" if value is None else str(value) for name, value in known.items()})
 
     def text(self) -> bytes:
         """In Prometheus' text format."""

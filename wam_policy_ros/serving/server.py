@@ -192,6 +192,7 @@ class OpenPIServer:
         status = self.owner.status
         if status.phase is Phase.READY and not self.ready.is_set() and status.spec is not None:
             self.reader = RequestReader(status.spec, self.config.wire)
+            self.metrics.tell(status.spec)
             self.ready.set()
             try:
                 self._check(status.spec)

@@ -94,9 +94,16 @@ def job(dialect: Dialect, session: ServedSession, request: InferRequest) -> Call
 
 
 def with_timings(
-    answered: Answered, ticket: Ticket[Any], *, seq: int, session_step: int, previous_total_ms: float | None
+    answered: Answered,
+    ticket: Ticket[Any],
+    *,
+    seq: int,
+    session_step: int,
+    previous_total_ms: float | None,
+    extras: bool = False,
 ) -> dict[str, Any]:
-    """The reply map with its timings: numbers only, in the order that clients read them (OpenPI spec 0.12, 1.6)."""
+    """The reply map with its timings: numbers only, in the order that clients read them (OpenPI spec 0.12, 1.6); with
+    ``extras`` the chunk's fingerprint behind them."""
     chunk = answered.chunk
     assert ticket.started_s is not None
     server_timing = {"infer_ms": answered.infer_s * 1e3}
@@ -111,4 +118,5 @@ def with_timings(
     stages = {f"{name}_ms": seconds * 1e3 for name, seconds in chunk.timings_s.items() if name != "total"}
     total_s = chunk.timings_s.get("total", answered.infer_s)
     policy_timing = {"infer_ms": total_s * 1e3} | stages
-    return dict(answered.message) | {"policy_timing": policy_timing, "server_timing": server_timing}
+    told = {"fingerprint": chunk.fingerprint} if extras and chunk.fingerprint else {}
+    return dict(answered.message) | {"policy_timing": policy_timing, "server_timing": server_timing} | told

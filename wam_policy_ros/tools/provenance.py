@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wam_policy_ros import __version__
+from wam_policy_ros.contract.fingerprint import commit
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ def host() -> dict[str, Any]:
     return {
         "wam_policy_ros": __version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(Path(__file__).resolve().parents[2]) or os.environ.get("WAM_COMMIT"),
         "python": platform.python_version(),
         "cpu": _cpu(),
         "cpu_cores": os.cpu_count(),
@@ -45,18 +45,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "gpu": gpu,
     }
-
-
-def _commit() -> str | None:
-    """Commit of the source tree, ``+`` appended when it has local changes; else ``WAM_COMMIT``; else None."""
-    root = Path(__file__).resolve().parents[2]
-    status = ["git", "status", "--porcelain", "--untracked-files=no"]
-    try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
-        dirty = subprocess.run(status, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("WAM_COMMIT")
-    return head.strip() + ("+" if dirty else "")
 
 
 def _cpu() -> str:
