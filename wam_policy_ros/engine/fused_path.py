@@ -23,12 +23,11 @@ from .fast_dit import FastDiT
 from .fast_encode import FastFirstFrame
 from .fast_vae import FastVAE
 from .graphs import GraphCache
-from .inpaint import Committed, constrained_flow
-from .sampler import Guidance, Noise, Probe, conditioning_slice, draw_noise, noise_levels
+from .inpaint import Committed
+from .sampler import Noise, Probe, conditioning_slice, draw_noise
 from .session import WindowState
+from .solver_loop import SolverLoop
 from .step_path import Denoised
-from .step_schedule import fixed_steps, make_schedule
-from .unipc import UniPC, UniPCTables
 from .window_slots import SlotLayout, SlotPool
 
 PREPARED_WINDOWS = 2
@@ -94,9 +93,7 @@ class FusedPath:
         self.encoders: GraphCache[Tensor] = GraphCache(device, enabled=config.graphs)
         self.first_frames: GraphCache[FirstFrame] = GraphCache(device, enabled=config.graphs)
         self._held_inputs: dict[tuple[str, torch.Size], Tensor] = {}
-        sigmas_video, sigmas_action = noise_levels(network, config)
-        self._tables = UniPCTables.of(sigmas_video), UniPCTables.of(sigmas_action)
-        self._sigmas_action = [float(s) for s in sigmas_action]
+        self.loop = SolverLoop(network, config)
         self._noise: dict[int, Noise] = {}
         block, z, dim = cfg.dit.num_frame_per_block, cfg.dit.out_dim, cfg.dit.dim
 
@@ -142,7 +139,7 @@ class FusedPath:
         if replace(config, schedule=self.config.schedule, evaluations=self.config.evaluations) != self.config:
             raise ConfigError("more than the schedule differs", got=config, expected=self.config)
         other = copy.copy(self)
-        other.config = config
+        other.config, other.loop = config, SolverLoop(self.network, config)
         return other
 
     @torch.inference_mode()
@@ -184,8 +181,8 @@ class FusedPath:
                     progress("recording the step", (number + call / len(calls)) / PREPARED_WINDOWS)
                     state = self.prefill(state, latents, start, None)
                     state = replace(state, current_start_frame=frame)
-                    for with_video, branches in self._forms():
-                        self._evaluate(state, 0, noise.video, noise.action, with_video, branches)
+                    for with_video, guided in self.loop.forms():
+                        self._evaluate(state, 0, noise.video, noise.action, with_video, 2 if guided else 1)
                     start, latents = frame, clip
         finally:
             for state in reversed(windows):
@@ -199,26 +196,6 @@ class FusedPath:
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free > 2 * self.pool.layout.nbytes
-
-    def _forms(self) -> set[tuple[bool, int]]:
-        """Every ``_form`` that occurs with this schedule."""
-        steps, last = self._steps()
-        return {self._form(step, last, want_video) for step in steps for want_video in (True, False)}
-
-    def _steps(self) -> tuple[Sequence[int], int]:
-        """Solver steps that may evaluate the network, and the last that surely does; 16 where the flows decide."""
-        steps = fixed_steps(self.config.schedule, self.config.evaluations, NUM_STEPS)
-        return (range(NUM_STEPS), NUM_STEPS) if steps is None else (steps, steps[-1])
-
-    def _form(self, step: int, last: int, want_video: bool) -> tuple[bool, int]:
-        """What an evaluation computes: whether the video flow, and how many guidance branches.
-
-        The video flow of the last evaluation moves the video only, so without a video it is not needed, nor is the
-        unguided branch, which moves nothing else. In the deterministic tier they are computed all the same: products of
-        other sizes may be other kernels, and the actions must not depend on who watches.
-        """
-        with_video = want_video or step < last or self.config.deterministic
-        return with_video, self.pool.layout.branches if with_video and self.config.guides(step) else 1
 
     @property
     def vae(self) -> FastVAE:
@@ -315,37 +292,27 @@ class FusedPath:
         cancelled: Callable[[], bool] | None,
         probe: Probe | None,
     ) -> Denoised:
-        assert draft.slot is not None
+        def run(
+            step: int, video: Tensor, action: Tensor, *, with_video: bool, guided: bool
+        ) -> tuple[Sequence[Tensor] | None, Tensor]:
+            flows, flow_action = self._evaluate(draft, step, video, action, with_video, 2 if guided else 1)
+            return (None if flows is None else flows.split(1)), flow_action
+
         self._in.state.copy_(proprio)
-        solver_video, solver_action = (UniPC(tables) for tables in self._tables)
-        schedule = make_schedule(self.config.schedule, self.config.evaluations, NUM_STEPS)
-        _, last = self._steps()
-        guidance = Guidance(self.config)
-        video, action = noise.video.transpose(1, 2), noise.action  # the solver keeps frames before channels
-        flow_video: Tensor | None = None
-        flow_action: Tensor | None = None
-        evaluated: list[int] = []
-        for i in range(NUM_STEPS):
-            run = flow_action is None or schedule.should_run(i)
-            if run:
-                self._check(cancelled, i)
-                with_video, branches = self._form(i, last, want_video)
-                flows, flow_action = self._evaluate(draft, i, video.transpose(1, 2), action, with_video, branches)
-                flow_video = None if flows is None else guidance(list(flows.split(1)))
-                if flow_video is not None:
-                    schedule.evaluated(flow_video)
-                evaluated.append(i)
-                self._report(probe, i, flows, flow_action)
-            assert flow_action is not None
-            if flow_video is not None:
-                video = solver_video.step(flow_video.transpose(1, 2), video)
-            action = solver_action.step(
-                constrained_flow(flow_action, action, self._sigmas_action[i], committed), action
-            )
-            if probe is not None:
-                probe(f"after_step{i}.video", video)
-                probe(f"after_step{i}.action", action)
-        return Denoised(video.transpose(1, 2) if want_video else None, action, evaluated)
+        return self.loop.run(
+            noise,
+            run,
+            want_video=want_video,
+            committed=committed,
+            before=lambda step: self._check(cancelled, step),
+            probe=probe,
+        )
+
+    def evaluate_branch(
+        self, state: WindowState, step: int, video: Tensor, action: Tensor, proprio: Tensor, *, with_video: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        self._in.state.copy_(proprio)
+        return self._evaluate(state, step, video, action, with_video, 1)
 
     def _evaluate(
         self, draft: WindowState, step: int, video: Tensor, action: Tensor, with_video: bool, branches: int
@@ -388,12 +355,3 @@ class FusedPath:
             torch.cuda.current_stream(self.network.device).synchronize()
         if cancelled():
             raise Cancelled("step cancelled between two evaluations", got=f"solver step {step} of {NUM_STEPS}")
-
-    @staticmethod
-    def _report(probe: Probe | None, step: int, flows: Tensor | None, flow_action: Tensor) -> None:
-        if probe is None:
-            return
-        if flows is not None:
-            for branch, name in enumerate(("cond", "neg")[: len(flows)]):
-                probe(f"step{step}.video_flow_{name}", flows[branch : branch + 1])
-        probe(f"step{step}.action_flow_cond", flow_action)
