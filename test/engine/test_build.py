@@ -41,7 +41,7 @@ def no_weights(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("weights were read although the folder is faulty")
 
-    monkeypatch.setattr(build, "load_network", refuse)
+    monkeypatch.setattr(build.WeightSource, "load", refuse)
 
 
 def _build(folder, **options):
@@ -536,10 +536,7 @@ def test_a_picture_size_that_nobody_published_is_not_assumed(folder, no_weights)
 
 
 @pytest.mark.parametrize("random_weights", [None, "tiny"])
-def test_an_option_this_machine_cannot_carry_out_is_refused_before_weights_are_read(
-    folder, no_weights, random_weights, monkeypatch
-):
-    monkeypatch.setattr(build.DreamZero, "with_random_weights", build.load_network)
+def test_an_option_this_machine_cannot_carry_out_is_refused_before_weights_are_read(folder, no_weights, random_weights):
     cpu_cannot = EngineConfig.preset("bf16", torch.device("cpu"))
     source = {"random_weights": random_weights, "checkpoint": None} if random_weights else {}
     with pytest.raises(ConfigError, match="graphs need a GPU"):

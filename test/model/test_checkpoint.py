@@ -135,9 +135,9 @@ def test_weights_are_streamed(pristine, monkeypatch):
     stored, worst = [], 0
     original = room.stream_tensors
 
-    def watched(folder, device):
+    def watched(folder, device, names):
         nonlocal worst
-        for module, tensor in original(folder, device):
+        for module, tensor in original(folder, device, names):
             stored.append(weakref.ref(tensor))
             worst = max(worst, sum(ref() is not None for ref in stored))
             yield module, tensor

@@ -67,7 +67,9 @@ def test_an_info_metric():
         text = one.http("/metrics")[1]
     line = next(line for line in text.splitlines() if line.startswith("wam_openpi_policy_info{"))
     assert f'fingerprint="{FINGERPRINT.id}"' in line and 'weights_hash="sha256:1"' in line and line.endswith(" 1.0")
-    assert 'source="abc"' in line and 'commit=""' in line and 'device="a GPU"' in line and 'deterministic="True"' in line
+    assert (
+        'source="abc"' in line and 'commit=""' in line and 'device="a GPU"' in line and 'deterministic="True"' in line
+    )
 
 
 @pytest.mark.parametrize("dialect", ["openpi", "dreamzero"])

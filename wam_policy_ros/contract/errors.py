@@ -189,6 +189,11 @@ class PolicyUnavailable(EngineError):
     outlives it: go on with a new one."""
 
 
+class PolicyLost(EngineError):
+    """A part of the policy died or does not answer, so that it can answer no call again, whoever asks. It does not come
+    back by itself: load it again. Sessions are lost with it."""
+
+
 class RemoteError(EngineError):
     """A policy server answered with an error instead of an action."""
 

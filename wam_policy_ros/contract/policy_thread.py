@@ -47,6 +47,9 @@ CLIENT_FAULTS = (ObservationError, SessionError, Cancelled, Overloaded)
 WARNING = "warning: "
 """A factory's progress text that begins with this is logged."""
 
+LOOK_S = 0.25
+"""An idle owner asks so often whether its policy is lost, when that can happen to it."""
+
 RELOAD_S = 1.0
 """Pause before a policy that went away while it was loaded or warmed up is loaded again."""
 
@@ -331,9 +334,13 @@ class PolicyThread:
             self._set(phase=Phase.LOADING, message="loading the policy", fraction=0.0, warm_up_s=())
             try:
                 policy = self._factory(self._progress)
-                self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
-                if self._warms_up:
-                    self._warm_up(policy)
+                try:
+                    self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
+                    if self._warms_up:
+                        self._warm_up(policy)
+                except BaseException:
+                    _disconnect(policy)
+                    raise
                 return policy
             except PolicyUnavailable as error:
                 self._set(message=error.what)
@@ -347,9 +354,7 @@ class PolicyThread:
                 farewell(policy)
             except Exception:
                 self._log("error", f"the policy was not left in good order\n{traceback.format_exc()}")
-        leave = getattr(policy, "disconnect", None)  # of a policy on another machine
-        if leave is not None:
-            leave()
+        _disconnect(policy)
 
     def _set(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
@@ -381,11 +386,16 @@ class PolicyThread:
             policy.close(session)
 
     def _serve(self, policy: Policy) -> None:
+        look_s = LOOK_S if hasattr(policy, "lost") else None
         while True:
             with self._cond:
-                self._cond.wait_for(lambda: self._stop or any(self._queues.values()))
+                asked = self._cond.wait_for(lambda: self._stop or any(self._queues.values()), look_s)
                 if self._stop:
                     return
+                if (lost := getattr(policy, "lost", None)) is not None:
+                    raise lost  # nobody's job can succeed again
+                if not asked:
+                    continue
                 ticket = self._next()
                 self._running = ticket
             try:
@@ -502,6 +512,13 @@ class PolicyThread:
                 queue.clear()
         for ticket in left:
             _fail(ticket, error)
+
+
+def _disconnect(policy: Policy) -> None:
+    """Of a policy on another machine, or on several GPUs."""
+    leave = getattr(policy, "disconnect", None)
+    if leave is not None:
+        leave()
 
 
 def _fail(ticket: Ticket[Any], error: WamError) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,18 +16,17 @@ from wam_policy_ros.contract.normalization import Statistics
 from wam_policy_ros.contract.policy_thread import WARNING
 from wam_policy_ros.model.checkpoint import read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
-from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import CheckpointFileError
 from wam_policy_ros.model.fingerprint import FullHash, fingerprint, known_hash, tensors_hash
 from wam_policy_ros.model.tokenizer import ByteTokenizer, Tokenizer
 
 from .config import EngineConfig
 from .device import no_memory_is_overload, on_device
-from .fp8 import fp8_for
-from .fp8_checkpoint import load_network, online
-from .policy import DreamZeroPolicy
+from .parallel.ranks import Ranks
+from .policy import DreamZeroPolicy, picture_hw
 from .preflight import Platform, refuse_impossible, warnings_of
 from .survey import load_tokenizer, survey
+from .weights import WeightSource
 
 Progress = Callable[[str, float], None]
 
@@ -102,21 +101,52 @@ def _build(
         # Before gigabytes are read; the step asks again for what it is given.
         assert found.config is not None
         refuse_impossible(config, Platform.of(where), found.config.dit, dtype)
-        fp8 = fp8_for(where) if config.linears == "fp8" else None
-        shards = {entry.shard for entry in folder.tensors.values()}
-        # Beside the loading: both read the same pages.
-        with FullHash(shards) if hash_all or config.deterministic else nullcontext() as hashing:
-            network = load_network(folder, fp8=fp8, device=where, dtype=dtype, progress=progress)
-            if hashing is not None and not hashing.done:
-                progress("hashing the weights", 1.0)
-            known = known_hash(shards) or fingerprint(shards) if hashing is None else hashing.result()
+        source, shards = WeightSource(checkpoint=checkpoint), {entry.shard for entry in folder.tensors.values()}
+        with _ranks(config, source, where, dtype, found.config, robot) as ranks:
+            # Beside the loading: both read the same pages.
+            with FullHash(shards) if hash_all or config.deterministic else nullcontext() as hashing:
+                network = source.load(config, where, dtype, progress)
+                if hashing is not None and not hashing.done:
+                    progress("hashing the weights", 1.0)
+                known = known_hash(shards) or fingerprint(shards) if hashing is None else hashing.result()
+            policy = DreamZeroPolicy(
+                network,
+                robot,
+                statistics,
+                tokens,
+                config,
+                weights=f"checkpoint {folder.path.name}",
+                weights_hash=known,
+                ranks=ranks,
+                progress=progress,
+            )
+            policy.prepare(progress)
     except CheckpointFileError as error:
         raise CheckpointError(error.what, problems=error.problems, remedy=error.remedy) from error
-    policy = DreamZeroPolicy(
-        network, robot, statistics, tokens, config, weights=f"checkpoint {folder.path.name}", weights_hash=known
-    )
-    policy.prepare(progress)
     return policy
+
+
+@contextmanager
+def _ranks(
+    config: EngineConfig,
+    weights: WeightSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    network: DreamZeroConfig,
+    robot: Embodiment,
+) -> Iterator[Ranks | None]:
+    """The processes of the other GPUs, which read their weights while this one does; None on one GPU. A policy that
+    does not come about ends them."""
+    if config.gpus == 1:
+        yield None
+        return
+    hw = picture_hw(network, robot)
+    ranks = Ranks(config, weights, device=device, dtype=dtype, picture_hw=hw)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.end()
+        raise
 
 
 def resolve_device(device: str) -> torch.device:
@@ -191,12 +221,6 @@ def _random_policy(
     network_config = DreamZeroConfig.tiny() if preset == "tiny" else DreamZeroConfig.dreamzero_14b()
     refuse_impossible(config, Platform.of(device), network_config.dit, dtype)
     progress(f"making the {preset} network with random weights", 0.0)
-    # Quantised as they are drawn, so that no more than the step needs is ever on the device.
-    convert = online(fp8_for(device)) if config.linears == "fp8" else None
-    network = DreamZero.with_random_weights(network_config, device=device, dtype=dtype, convert=convert)
-    # Drawn by a generator of PyTorch's whose numbers depend on the kind of device.
-    drawn = f"random {preset}, seed 0, {dtype}, {device.type}, torch {torch.__version__}"
-    known = tensors_hash(network.state_dict()) if preset == "tiny" else drawn
     robot = dataclasses.replace(robot, horizon=network_config.action_horizon)
     tokens: Tokenizer
     if tokenizer:
@@ -207,16 +231,23 @@ def _random_policy(
         # The 14b network stands for the published one in benchmarks, so its texts are as long as that one's.
         tokens = ByteTokenizer(network_config.dit.text_len, bytes_per_token=4 if preset == "14b" else 1)
     statistics = Statistics.from_metadata(synthetic_metadata(robot), robot.tag, state=robot.state, action=robot.action)
-    progress("network ready", 1.0)
-    policy = DreamZeroPolicy(
-        network,
-        robot,
-        statistics,
-        tokens,
-        config,
-        weights=f"RANDOM WEIGHTS ({preset} network, never trained): not a policy",
-        random_weights=True,
-        weights_hash=known,
-    )
-    policy.prepare(progress)
+    source = WeightSource(random=network_config)
+    # Drawn by a generator of PyTorch's whose numbers depend on the kind of device.
+    drawn = f"random {preset}, seed 0, {dtype}, {device.type}, torch {torch.__version__}"
+    with _ranks(config, source, device, dtype, network_config, robot) as ranks:
+        network = source.load(config, device, dtype, progress)
+        progress("network ready", 1.0)
+        policy = DreamZeroPolicy(
+            network,
+            robot,
+            statistics,
+            tokens,
+            config,
+            weights=f"RANDOM WEIGHTS ({preset} network, never trained): not a policy",
+            random_weights=True,
+            weights_hash=tensors_hash(network.state_dict()) if preset == "tiny" else drawn,
+            ranks=ranks,
+            progress=progress,
+        )
+        policy.prepare(progress)
     return policy

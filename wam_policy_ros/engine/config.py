@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "linears": ("native", "fp8"),
     "attention": ("torch", "cudnn", "fp8"),
     "text": ("resident", "streamed"),
+    "branches": ("together", "apart"),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -59,6 +60,11 @@ class EngineConfig:
         deterministic: the same weights, seeds and observations give the same bits in every process on the same kind of
             machine, see ``determinism``. The noise is then drawn by ``noise``: another draw than upstream's at the same
             seed. Costs up to half an evaluation per step when nobody looks at the video.
+        branches: of the fused step on one GPU: both guidance branches ``together`` as one batch, or ``apart``, one
+            after the other: slower, and the bits that ``gpus`` gives. The plain step always has them apart.
+        gpus: GPUs of this host that share a step, ``device`` and those after it, each in a process of its own: guidance
+            branches first, then the sequence of each. *Exact* against ``apart``.
+        rank_deadline_s: when another GPU's process does not answer for so long, the policy is lost.
     """
 
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
@@ -75,6 +81,9 @@ class EngineConfig:
     text: Literal["resident", "streamed"] = "resident"
     graphs: bool = False
     deterministic: bool = False
+    branches: Literal["together", "apart"] = "together"
+    gpus: int = 1
+    rank_deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "bfloat16", "float32", "float64"):
@@ -87,16 +96,34 @@ class EngineConfig:
                 got=self.evaluations,
                 expected=f"one of {[*STATIC_MASKS, NUM_STEPS]}",
             )
-        for name in ("guidance_scale", "sigma_shift"):
+        for name in ("guidance_scale", "sigma_shift", "rank_deadline_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"{name} must be a finite number", got=repr(value))
-        if not self.sigma_shift > 0:
-            raise ConfigError("sigma_shift must be positive", got=self.sigma_shift)
+        for name in ("sigma_shift", "rank_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive", got=getattr(self, name))
         if type(self.seed) is not int:
             raise ConfigError("seed must be an integer", got=repr(self.seed))
         self._check_guidance()
         self._check_step()
+        self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        if type(self.gpus) is not int or self.gpus < 1:
+            raise ConfigError("gpus must be a whole number from 1 on", got=repr(self.gpus))
+        if self.branches == "apart" and (self.gpus > 1 or self.guidance_scale == 1.0):
+            raise ConfigError(
+                "branches: apart is for guidance on one GPU",
+                got=f"gpus: {self.gpus}, guidance_scale: {self.guidance_scale}",
+                remedy="leave branches out",
+            )
+
+    def one_branch(self) -> EngineConfig:
+        """Of a path that runs one guidance branch of a call like this."""
+        return dataclasses.replace(
+            self, guidance_scale=1.0, guidance_steps=None, guidance_between="reuse", branches="together", gpus=1
+        )
 
     def _check_step(self) -> None:
         for name, known in CHOICES.items():
@@ -107,7 +134,11 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be true or false", got=repr(getattr(self, name)))
         if self.step == "plain":
             defaults = EngineConfig.__dataclass_fields__
-            useless = [n for n in ("linears", "attention", "text", "graphs") if getattr(self, n) != defaults[n].default]
+            useless = [
+                n
+                for n in ("linears", "attention", "text", "graphs", "branches")
+                if getattr(self, n) != defaults[n].default
+            ]
             if useless:
                 raise ConfigError(
                     "options of the fused step have no effect on the plain one",

@@ -28,6 +28,10 @@ _TEXT = "Pick up the RED cup; don't spill (100 %) its contents. Öffne die Tür 
 """Its ids tell tokenizers apart."""
 
 
+_NO_BITS = ("rank_deadline_s",)
+"""Options of the engine that decide nothing of an action."""
+
+
 def fingerprint_of(
     network: DreamZero,
     config: EngineConfig,
@@ -41,10 +45,11 @@ def fingerprint_of(
         weights_hash: of ``model.fingerprint``; None: weights that nobody named.
     """
     ids, _ = tokenizer([_TEXT])
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NO_BITS}
     return Fingerprint.of(
         weights={"hash": weights_hash},
         code=code(),
-        config={**dataclasses.asdict(config), "dtype": str(network.dtype).removeprefix("torch.")},
+        config={**options, "dtype": str(network.dtype).removeprefix("torch.")},
         inputs={
             "embodiment": embodiment.tag,
             "robot": _digest(dataclasses.asdict(embodiment)),

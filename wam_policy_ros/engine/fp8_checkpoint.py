@@ -38,12 +38,19 @@ _TOKENIZER_FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json", "
 
 
 def load_network(
-    folder: CheckpointFolder, *, fp8: Fp8 | None, device: torch.device, dtype: torch.dtype, progress: Progress
+    folder: CheckpointFolder,
+    *,
+    fp8: Fp8 | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    only: str = "",
 ) -> DreamZero:
     """The network as the step runs it, never larger on the device than in its final form.
 
     Args:
         fp8: format of the blocks' linear layers; None for native precision.
+        only: see ``load_weights``.
 
     Raises:
         ConfigError: an FP8 folder for a step that computes in native precision.
@@ -60,7 +67,7 @@ def load_network(
         convert = online(fp8)
     elif fp8 is not None and fp8.dtype != E4M3FN.dtype:
         convert = converted_format
-    return load_weights(folder, device=device, dtype=dtype, progress=progress, convert=convert)
+    return load_weights(folder, device=device, dtype=dtype, progress=progress, convert=convert, only=only)
 
 
 def online(fp8: Fp8) -> Convert:

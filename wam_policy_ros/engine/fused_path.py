@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import Cancelled, ConfigError, Overloaded
+from wam_policy_ros.contract.errors import Cancelled, Overloaded
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import ShapeError
@@ -26,7 +27,7 @@ from .graphs import GraphCache
 from .inpaint import Committed
 from .sampler import Noise, Probe, conditioning_slice, draw_noise
 from .session import WindowState
-from .solver_loop import SolverLoop
+from .solver_loop import SolverLoop, refuse_more_than_schedule
 from .step_path import Denoised
 from .window_slots import SlotLayout, SlotPool
 
@@ -54,7 +55,7 @@ class FusedPath:
     Args:
         network: its DiT is shared with, or taken over by, ``dit``.
         config: schedule, guidance, graphs.
-        dit, vae: the networks as the fused step runs them.
+        dit, vae: the networks as the fused step runs them; without ``vae`` nothing can be encoded here.
         text: runs the text encoder, if not the network's own module does.
         latent_hw: size of a latent frame.
         kv_dtype: of the windows.
@@ -65,7 +66,7 @@ class FusedPath:
         network: DreamZero,
         config: EngineConfig,
         dit: FastDiT,
-        vae: FastVAE,
+        vae: FastVAE | None,
         *,
         text: Callable[[Tensor, Tensor], Tensor] | None = None,
         latent_hw: tuple[int, int],
@@ -89,7 +90,9 @@ class FusedPath:
         )
         self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(device, enabled=config.graphs)
         self._vae = vae
-        self._first = FastFirstFrame(network, vae)
+        # Of ranks that share every evaluation: what one of them cannot do, none of them may begin.
+        self.agree: Callable[[bool], bool] = lambda here: here
+        self._first = None if vae is None else FastFirstFrame(network, vae)
         self.encoders: GraphCache[Tensor] = GraphCache(device, enabled=config.graphs)
         self.first_frames: GraphCache[FirstFrame] = GraphCache(device, enabled=config.graphs)
         self._held_inputs: dict[tuple[str, torch.Size], Tensor] = {}
@@ -136,8 +139,7 @@ class FusedPath:
         Raises:
             ConfigError: more than the schedule differs.
         """
-        if replace(config, schedule=self.config.schedule, evaluations=self.config.evaluations) != self.config:
-            raise ConfigError("more than the schedule differs", got=config, expected=self.config)
+        refuse_more_than_schedule(config, self.config)
         other = copy.copy(self)
         other.config, other.loop = config, SolverLoop(self.network, config)
         return other
@@ -157,8 +159,10 @@ class FusedPath:
         def grey(frames: int) -> Tensor:
             return torch.zeros(1, 3, frames, height, width, dtype=self.network.dtype, device=self.network.device)
 
-        first = self.encode_first(grey(1))
-        clip = self.encode_clip(grey(4 * dit.num_frame_per_block + 1))
+        if self._vae is None:
+            first, clip = self._made_up()
+        else:
+            first, clip = self.encode_first(grey(1)), self.encode_clip(grey(4 * dit.num_frame_per_block + 1))
         keys = self.dit.text_keys(first.ys.new_zeros(1, dit.text_len, dit.text_dim), 1)
         prompt = Prompt(torch.zeros(1, dit.text_len, dtype=torch.int64), first.ys, keys)
         negative = prompt if self.pool.layout.branches == 2 else None
@@ -166,14 +170,15 @@ class FusedPath:
         windows: list[WindowState] = []
         try:
             for number in range(PREPARED_WINDOWS):
-                if windows and not self._has_room():
+                if windows and not self.agree(self._has_room()):
                     break
-                try:
-                    state = self.restarted(WindowState(), first, prompt, negative, ResetReason.FIRST_CALL)
-                except Overloaded:
-                    if not windows:
-                        raise
+                state, full = self._tried(first, prompt, negative)
+                if not self.agree(state is not None):
+                    windows += [] if state is None else [state]
+                    if number == 0:
+                        raise full or Overloaded("another GPU has no memory for a window")
                     break  # one session works; who wants more is told then
+                assert state is not None
                 windows.append(state)
                 latents, start = first.latent, 0
                 calls = range(1, dit.local_attn_size, dit.num_frame_per_block)
@@ -181,12 +186,28 @@ class FusedPath:
                     progress("recording the step", (number + call / len(calls)) / PREPARED_WINDOWS)
                     state = self.prefill(state, latents, start, None)
                     state = replace(state, current_start_frame=frame)
-                    for with_video, guided in self.loop.forms():
+                    for with_video, guided in sorted(self.loop.forms()):
                         self._evaluate(state, 0, noise.video, noise.action, with_video, 2 if guided else 1)
                     start, latents = frame, clip
         finally:
             for state in reversed(windows):
                 self.let_go(state, WindowState())
+
+    def _tried(
+        self, first: FirstFrame, prompt: Prompt, negative: Prompt | None
+    ) -> tuple[WindowState | None, Overloaded | None]:
+        """A fresh window, or why there is none."""
+        try:
+            return self.restarted(WindowState(), first, prompt, negative, ResetReason.FIRST_CALL), None
+        except Overloaded as error:
+            return None, error
+
+    def _made_up(self) -> tuple[FirstFrame, Tensor]:
+        """What the encoders would give, for a path without them."""
+        cfg, like = self.network.config, self._in.block
+        features = like.new_zeros(1, cfg.image.num_tokens, cfg.image.vision_dim)
+        ys = like.new_zeros(1, *self.pool.layout.latent)
+        return FirstFrame(features, ys, torch.zeros_like(self._in.first)), torch.zeros_like(like)
 
     def _has_room(self) -> bool:
         """Whether another window would leave as much again for what a step needs beside it."""
@@ -200,6 +221,7 @@ class FusedPath:
     @property
     def vae(self) -> FastVAE:
         """For frames that are encoded ahead of their call."""
+        assert self._vae is not None
         return self._vae
 
     # -- encoders -----------------------------------------------------------------------------------------------
@@ -208,11 +230,12 @@ class FusedPath:
         block = self.network.config.dit.num_frame_per_block
         into = self._held("clip", clip)
         # A clone: the next session's clip goes through the same memory.
-        return self.encoders.run(("clip", clip.shape), lambda: self._vae.encode(into)[:, :, -block:]).clone()
+        return self.encoders.run(("clip", clip.shape), lambda: self.vae.encode(into)[:, :, -block:]).clone()
 
     def encode_first(self, frame: Tensor) -> FirstFrame:
-        into = self._held("first", frame)
-        found = self.first_frames.run(("first", frame.shape), lambda: self._first(into))
+        assert self._first is not None
+        run, into = self._first, self._held("first", frame)
+        found = self.first_frames.run(("first", frame.shape), lambda: run(into))
         return FirstFrame(found.clip_features.clone(), found.ys.clone(), found.latent.clone())
 
     def _held(self, name: str, x: Tensor) -> Tensor:
@@ -307,6 +330,21 @@ class FusedPath:
             before=lambda step: self._check(cancelled, step),
             probe=probe,
         )
+
+    @property
+    def encode_text(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self._text or self.network.text_encoder
+
+    def keys_of(self, states: Tensor, length: int) -> Any:
+        return self.dit.text_keys(states, length)
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        # A process group whose exchanges were recorded is not given up before the graphs are.
+        for cache in (self.graphs, self.encoders, self.first_frames):
+            cache.clear()
 
     def evaluate_branch(
         self, state: WindowState, step: int, video: Tensor, action: Tensor, proprio: Tensor, *, with_video: bool

@@ -43,6 +43,10 @@ class GraphCache(Generic[T]):
         graph.replay()
         return out
 
+    def clear(self) -> None:
+        """Forget all recordings."""
+        self._graphs.clear()
+
     def __len__(self) -> int:
         return len(self._graphs)
 

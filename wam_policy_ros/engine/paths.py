@@ -20,10 +20,17 @@ from .fast_dit import FastDiT, TimeTable
 from .fast_vae import FastVAE, conv_keys
 from .fp8 import fp8_for
 from .fused_path import FusedPath
+from .parallel.far import BranchPath, LocalFar
+from .parallel.grid import Grid
+from .parallel.groups import Groups
+from .parallel.ranks import Ranks
+from .parallel.remote import RemoteFar
+from .parallel.split_path import SplitPath
 from .plain_path import PlainPath
 from .preflight import Platform, refuse_impossible, slow_products
 from .quantize import Fp8Linear, is_quantised
 from .sampler import noise_levels
+from .sequence_parallel import sequence_exchange
 from .step_path import StepPath
 from .streamed_text import StreamedTextEncoder
 from .unipc import timesteps_of
@@ -36,19 +43,86 @@ def make_path(
     like: StepPath | None = None,
     *,
     exchange: Exchange = ALONE,
+    ranks: Ranks | None = None,
     warn: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str, float], None] = lambda text, fraction: None,
 ) -> StepPath:
     """
     Args:
         picture_hw: size of the pictures the network sees.
-        like: a path of the same network and exchange whose prepared weights may be used again.
-        exchange: shares every evaluation with other ranks; see ``sequence_parallel``.
-        warn: told what works, but not as it should.
+        like: a path of the same network and exchange whose prepared weights, and whose ranks, may be used again.
+        exchange: shares every evaluation with other ranks that make the same calls, for a path on one GPU of
+            ``config``; see ``sequence_parallel``.
+        ranks: the other processes of ``config.gpus``, if ``like`` has none.
+        warn: told what works, but not as it should. progress: what the other processes do.
 
     Raises:
         ConfigError: the device cannot do what the configuration asks for.
         EngineError: the device's convolutions are wrong.
+        PolicyLost: another process ended.
     """
+    near = like.local if isinstance(like, SplitPath) else like
+    if config.gpus > 1:
+        if ranks is None and isinstance(like, SplitPath) and isinstance(like.far, RemoteFar):
+            ranks = like.far.ranks
+        wanted = Grid.of(config.gpus, guided=config.guidance_scale != 1.0)
+        if ranks is None or ranks.grid != wanted:
+            raise ConfigError(
+                "the processes of a policy on several GPUs are started with it",
+                got=f"gpus: {config.gpus}, guidance_scale: {config.guidance_scale}",
+                remedy="build a policy of its own for it: build_policy(config=EngineConfig(gpus=...))",
+            )
+        groups = ranks.join(progress)
+        local = branch_path(network, config, picture_hw, near, groups=groups, warn=warn)
+        return SplitPath(network, config, local, RemoteFar(ranks, config, network.device, network.dtype))
+    if config.branches == "apart":
+        local = branch_path(network, config, picture_hw, near, warn=warn)
+        other = branch_path(network, config, picture_hw, local, warn=warn)
+        return SplitPath(network, config, local, LocalFar(other))
+    return _whole_path(network, config, picture_hw, near, exchange, encoders=True, warn=warn)
+
+
+def branch_path(
+    network: DreamZero,
+    config: EngineConfig,
+    picture_hw: tuple[int, int],
+    like: StepPath | None,
+    *,
+    encoders: bool = True,
+    groups: Groups | None = None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> BranchPath:
+    """What one rank runs of a call: one guidance branch, or its part of one.
+
+    Args:
+        config: of the whole call.
+        encoders: the network has more than its DiT.
+        groups: this rank's; None: this process runs the branch alone.
+
+    Raises:
+        ConfigError: see ``make_path``.
+    """
+    row = None if groups is None or groups.grid.sequence == 1 else groups
+    exchange = sequence_exchange(row.sequence if row else None, network.config.dit.num_heads, network.device)
+    path = _whole_path(network, config.one_branch(), picture_hw, like, exchange, encoders=encoders, warn=warn)
+    if row is not None and isinstance(path, FusedPath):
+        path.agree = row.agree
+    return path
+
+
+def _whole_path(
+    network: DreamZero,
+    config: EngineConfig,
+    picture_hw: tuple[int, int],
+    like: StepPath | None,
+    exchange: Exchange,
+    *,
+    encoders: bool,
+    warn: Callable[[str], None],
+) -> PlainPath | FusedPath:
+    """All branches of ``config`` in this process."""
+    if isinstance(like, FusedPath) and like.dit.exchange.ranks != exchange.ranks:
+        like = None  # its tables are of its part of the tokens
     _check_weights(network, config, like)
     device = network.device
     refuse_impossible(config, Platform.of(device), network.config.dit, network.dtype)
@@ -77,8 +151,8 @@ def make_path(
         network,
         config,
         dit,
-        FastVAE(network.vae, plan=_plan(network, picture_hw, warn)),
-        text=StreamedTextEncoder(network.text_encoder, device) if config.text == "streamed" else None,
+        FastVAE(network.vae, plan=_plan(network, picture_hw, warn)) if encoders else None,
+        text=StreamedTextEncoder(network.text_encoder, device) if encoders and config.text == "streamed" else None,
         latent_hw=(picture_hw[0] // factor, picture_hw[1] // factor),
         kv_dtype=attention.kv_dtype or network.dtype,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from .config import EngineConfig
 from .encode import FirstFrame, Prompt, PromptEncoder, encode_first_frame
 from .inpaint import Committed
 from .kv_cache import KVWindow
-from .sampler import Noise, Probe, denoise, draw_noise, evaluate, noise_levels, prefill
+from .sampler import Noise, Probe, conditioning_slice, denoise, draw_noise, evaluate, noise_levels, prefill
 from .session import WindowState
 from .step_path import Denoised
 from .unipc import timesteps_of
@@ -95,6 +96,23 @@ class PlainPath:
         )
         return Denoised(video if want_video else None, action, evaluated)
 
+    @property
+    def encode_text(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self.network.text_encoder
+
+    def keys_of(self, states: Tensor, length: int) -> Any:
+        return self.network.model.text_kv(states)
+
+    def evaluate_branch(
+        self, state: WindowState, step: int, video: Tensor, action: Tensor, proprio: Tensor, *, with_video: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        assert state.ys is not None
+        start = state.current_start_frame
+        y = conditioning_slice(state.ys, start, video.shape[2])
+        out = self.evaluate_once(state, Noise(video, action), proprio, y, start, step)
+        assert out.action is not None  # action tokens went in
+        return out.video, out.action
+
     def evaluate_once(
         self, state: WindowState, noise: Noise, proprio: Tensor, y: Tensor, start_frame: int, step: int
     ) -> DiTOutput:
@@ -116,6 +134,15 @@ class PlainPath:
 
     def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
         pass  # memory goes with the last reference
+
+    def wait(self) -> None:
+        pass
+
+    def prepare(self, progress: Callable[[str, float], None]) -> None:
+        pass  # nothing is compiled
+
+    def close(self) -> None:
+        pass
 
     def _fresh_window(self, old: KVWindow | None, reason: ResetReason) -> KVWindow:
         """An empty window. Buffers are reused only where the old contents can never be needed again: a full window

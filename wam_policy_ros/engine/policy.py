@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from wam_policy_ros.contract.embodiment import Embodiment
-from wam_policy_ros.contract.errors import ConfigError, EngineError, PromptError, SessionError
+from wam_policy_ros.contract.errors import ConfigError, EngineError, PromptError, SessionError, WamError
 from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec
 from wam_policy_ros.contract.normalization import Statistics
 from wam_policy_ros.contract.prompts import NEGATIVE_PROMPT, build_prompt
 from wam_policy_ros.contract.transforms import decode_actions, encode_actions, encode_state
+from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import ModelError
 from wam_policy_ros.model.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ from .fused_path import FusedPath
 from .inpaint import Committed
 from .noise import ALGORITHM as COUNTED
 from .observe_ahead import ObserveAhead, can_encode_ahead
+from .parallel.ranks import Ranks
+from .parallel.split_path import SplitPath
 from .paths import make_path
 from .preprocess import stitch_views, to_model_video
 from .sampler import Noise, Probe
@@ -61,6 +64,7 @@ class DreamZeroPolicy:
         random_weights: True when they were never trained.
         like: a policy of the same network whose prepared weights may be used again.
         weights_hash: of the weights, for the fingerprint.
+        ranks: the other processes of ``config.gpus``; progress: told what they do.
 
     Attributes:
         warnings: of this machine, for people.
@@ -78,19 +82,22 @@ class DreamZeroPolicy:
         random_weights: bool = False,
         like: DreamZeroPolicy | None = None,
         weights_hash: str | None = None,
+        ranks: Ranks | None = None,
+        progress: Callable[[str, float], None] = lambda text, fraction: None,
     ) -> None:
         self.network = network
         self.embodiment = embodiment
         self.statistics = statistics
         self.tokenizer = tokenizer
         self.config = config or EngineConfig.reference()
-        mosaic = (2 * embodiment.view_height, 2 * embodiment.view_width)
-        picture = network.config.target_video_hw or mosaic
+        picture = picture_hw(network.config, embodiment)
         self.warnings: list[str] = []
         prepared = like.path if like is not None else None
         self._determinism = Determinism(network.device, enabled=self.config.deterministic)
         with on_device(network.device), no_memory_is_overload("the network"), self._determinism.switched():
-            self.path: StepPath = make_path(network, self.config, picture, prepared, warn=self.warnings.append)
+            self.path: StepPath = make_path(
+                network, self.config, picture, prepared, ranks=ranks, warn=self.warnings.append, progress=progress
+            )
         self._stitch = self._make_stitch()
         self._negative = tokenizer([NEGATIVE_PROMPT])
         self._tokens: tuple[str, tuple[Tensor, Tensor]] = ("", self._negative)
@@ -192,6 +199,7 @@ class DreamZeroPolicy:
         )
         try:
             history.settle()  # while the device works
+            self.path.wait()
             normalised = result.action[0].float().cpu().numpy()  # the host's only wait for the device
             with timer.stage("decode_actions", host=True):
                 rows = decode_actions(normalised, self.spec.action, self.statistics, observation.state)
@@ -240,7 +248,8 @@ class DreamZeroPolicy:
         """
         session.check(self)
         count, block = len(self.spec.frame_offsets), self.network.config.dit.num_frame_per_block
-        if not isinstance(self.path, FusedPath) or session.window.slot is None or not can_encode_ahead(count, block):
+        path = self._fused
+        if path is None or session.window.slot is None or not can_encode_ahead(count, block):
             return False
         if session.ahead is None:
             network = self.network
@@ -249,7 +258,7 @@ class DreamZeroPolicy:
                 images = self._stitch(views).to(network.device)
                 return to_model_video(images, network.dtype, network.config.target_video_hw)
 
-            session.ahead = ObserveAhead(self.path.vae, to_video, num_frames=count, block=block)
+            session.ahead = ObserveAhead(path.vae, to_video, num_frames=count, block=block)
         with (
             on_device(self.network.device),
             no_memory_is_overload("a frame ahead"),
@@ -260,7 +269,7 @@ class DreamZeroPolicy:
 
     def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
         """Whatever is compiled and recorded at first use, now; nothing without graphs."""
-        if isinstance(self.path, FusedPath) and self.config.graphs:
+        if isinstance(self.path, FusedPath | SplitPath) and self.config.graphs:
             with (
                 on_device(self.network.device),
                 no_memory_is_overload("recording the step"),
@@ -281,6 +290,15 @@ class DreamZeroPolicy:
             self.path.let_go(session.window, WindowState())
             session.close()
 
+    def disconnect(self) -> None:
+        """No call is made again: end the processes of other GPUs. Idempotent; nothing on one GPU."""
+        self.path.close()
+
+    @property
+    def lost(self) -> WamError | None:
+        """Why no call can succeed again: another GPU's process died or hangs. Any thread."""
+        return self.path.far.lost if isinstance(self.path, SplitPath) else None
+
     @torch.inference_mode()
     def render_video(self, chunk: ActionChunk) -> npt.NDArray[np.uint8] | None:
         """Decode the predicted frames of a chunk: uint8 ``[4 * block, H, W, 3]`` RGB at the network's resolution.
@@ -300,11 +318,18 @@ class DreamZeroPolicy:
 
     # -- details ------------------------------------------------------------------------------------------------
 
+    @property
+    def _fused(self) -> FusedPath | None:
+        """The fused step that runs in this process."""
+        path = self.path.local if isinstance(self.path, SplitPath) else self.path
+        return path if isinstance(path, FusedPath) else None
+
     def _how(self) -> dict[str, Any]:
         """Of ``spec.details``: what runs, by the names of the options that decide it."""
         config = self.config
+        several = {"gpus": config.gpus} if config.gpus > 1 else {}
         if config.step == "plain":
-            return {"step": "plain"}
+            return {"step": "plain", **several}
         eight = fp8_for(self.network.device).name if "fp8" in (config.linears, config.attention) else ""
         return {
             "step": config.step,
@@ -312,6 +337,8 @@ class DreamZeroPolicy:
             "attention": f"fp8 {eight}" if config.attention == "fp8" else config.attention,
             "text": config.text,
             "graphs": config.graphs,
+            **({"branches": config.branches} if config.branches != "together" else {}),
+            **several,
         }
 
     def _make_stitch(self) -> Callable[[Views], Tensor]:
@@ -369,6 +396,11 @@ class DreamZeroPolicy:
         return state.to(self.network.device, non_blocking=True)
 
 
+def picture_hw(network: DreamZeroConfig, embodiment: Embodiment) -> tuple[int, int]:
+    """Size of the pictures the network sees."""
+    return network.target_video_hw or (2 * embodiment.view_height, 2 * embodiment.view_width)
+
+
 def with_config(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
     """The same weights run differently, e.g. ``with_config(policy, evaluations=16)``."""
     return DreamZeroPolicy(
@@ -392,7 +424,7 @@ def with_schedule(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
         ConfigError: other changes, or a step that records nothing.
     """
     config = replace(policy.config, **changes)
-    if not isinstance(policy.path, FusedPath):
+    if not isinstance(policy.path, FusedPath | SplitPath):
         raise ConfigError("only the fused step is run with another schedule", got=f"step: {policy.config.step}")
     other = copy.copy(policy)
     other.config, other.path = config, policy.path.rescheduled(config)

@@ -21,7 +21,9 @@ from wam_policy_ros.model.config import DiTConfig
 from .config import EngineConfig
 from .conv_check import median_ms
 from .kernels.ops import quantize_rows
+from .parallel.grid import Grid
 from .quantize import Fp8Linear
+from .sequence_parallel import check_ranks
 
 _FP8_ATTENTION_FROM = (9, 0)
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -73,6 +75,7 @@ def refuse_impossible(config: EngineConfig, platform: Platform, dit: DiTConfig, 
             "the network was loaded in another dtype", got=f"dtype: {config.dtype}", expected=f"{name}, or auto",
             remedy="build a policy of its own for it",
         )  # fmt: skip
+    check_ranks(Grid.of(config.gpus, guided=config.guidance_scale != 1.0).sequence, dit.num_heads)
     if config.step == "plain":
         return
     gpu = platform.backend != "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class WindowState:
         image_kv: cross-attention K/V of the image tokens per layer, the same for both branches.
         cond, uncond: cached K/V of observed frames per guidance branch.
         slot: where the fused step keeps K/V instead of the three fields above; cached: video tokens in it.
+        far: what a path keeps elsewhere whose branches are apart, on other GPUs for one: see ``parallel.far``.
     """
 
     current_start_frame: int = 0
@@ -41,10 +43,13 @@ class WindowState:
     uncond: KVWindow | None = None
     slot: WindowSlot | None = None
     cached: int = 0
+    far: Any = None
 
     @property
     def guided(self) -> bool:
         """The window has the second guidance branch."""
+        if self.far is not None:
+            return self.negative is not None
         return self.uncond is not None or (self.slot is not None and self.slot.layout.branches == 2)
 
     def branches(self) -> list[tuple[Prompt, KVWindow]]:

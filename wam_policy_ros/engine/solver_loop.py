@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
+from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .config import NUM_STEPS, EngineConfig
@@ -109,6 +111,15 @@ class SolverLoop:
                 probe(f"after_step{i}.video", video)
                 probe(f"after_step{i}.action", action)
         return Denoised(video.transpose(1, 2) if want_video else None, action, evaluated)
+
+
+def refuse_more_than_schedule(config: EngineConfig, like: EngineConfig) -> None:
+    """
+    Raises:
+        ConfigError: they differ in more than which solver steps evaluate the network.
+    """
+    if replace(config, schedule=like.schedule, evaluations=like.evaluations) != like:
+        raise ConfigError("more than the schedule differs", got=config, expected=like)
 
 
 def _report(probe: Probe | None, step: int, flows: Sequence[Tensor] | None, flow_action: Tensor) -> None:

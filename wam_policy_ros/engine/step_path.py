@@ -88,3 +88,15 @@ class StepPath(Protocol):
     def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
         """``unwanted`` is over: give back what ``kept`` does not use."""
         ...
+
+    def wait(self) -> None:
+        """Before results are read: until other processes have done their part.
+
+        Raises:
+            PolicyLost: they never will.
+        """
+        ...
+
+    def close(self) -> None:
+        """No call is made again: end what does not end by itself."""
+        ...

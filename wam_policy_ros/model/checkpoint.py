@@ -8,7 +8,7 @@ too (see ``fp8_layout``).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,7 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress,
     convert: Convert | None = None,
+    only: str = "",
 ) -> DreamZero:
     """Build the network on the meta device, check everything, then stream tensors one by one to ``device``.
 
@@ -158,6 +159,8 @@ def load_weights(
         progress: called with a text and a fraction.
         convert: called with each tensor's name and value as it arrives, so that a network can be quantised without ever
             being whole in its native precision.
+        only: beginning of the names to load, e.g. ``model.`` for the DiT; the others are checked, and stay on the meta
+            device.
 
     Raises:
         CheckpointFileError: names every missing, unexpected or misshaped tensor and every missing shard; or scales that
@@ -173,17 +176,18 @@ def load_weights(
             remedy="download the folder again, completely, or fix config.json; nothing was loaded",
         )
     network = DreamZero.on_meta(folder.config)
-    total = sum(torch.Size(entry.shape).numel() for entry in folder.tensors.values())
+    names = [name for name in folder.tensors if name.startswith(only)]
+    total = sum(torch.Size(folder.tensors[name].shape).numel() for name in names)
     done = 0
     state: dict[str, Tensor] = {}
-    for name, tensor in stream_tensors(folder, device):
+    for name, tensor in stream_tensors(folder, device, names):
         done += tensor.numel()
         eight = folder.fp8 is not None and (is_fp8_weight(name) or is_scale(name))
         value = tensor if eight else tensor.to(dtype=dtype)
         state |= {name: value} if convert is None else convert(name, value)
         progress("loading weights", done / total)
     _check_scales(folder, state)
-    network.install(state)
+    network.install(state, only=only)
     return network
 
 
@@ -334,9 +338,11 @@ def _shard_header(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str,
         yield name, (shape, dtype, 8 + size + begin, 8 + size + end)
 
 
-def stream_tensors(folder: CheckpointFolder, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """(module name, tensor on ``device`` as stored) in file order."""
-    names = list(folder.tensors)
+def stream_tensors(
+    folder: CheckpointFolder, device: torch.device, names: Sequence[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(module name, tensor on ``device`` as stored) in file order; of all tensors, or of those with these names."""
+    names = list(folder.tensors) if names is None else names
     entries = [folder.tensors[name] for name in names]
     extents = [Extent(e.shard, e.begin, e.end, e.dtype, e.shape) for e in entries]
     for index, tensor in read_tensors(extents, device):

@@ -59,29 +59,39 @@ class DreamZero(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         convert: Convert | None = None,
+        only: str = "",
     ) -> DreamZero:
         """A network that was never trained, for tests, demos of the machinery and benchmarks. It is not a policy.
 
         All parameters are random, also those that training starts at zero, and scaled so that activations stay finite.
-        The draw depends on seed, device kind and dtype. ``convert``: see ``checkpoint.load_weights``.
+        The draw depends on seed, device kind and dtype. ``convert``, ``only``: see ``checkpoint.load_weights``.
         """
         network = cls.on_meta(config)
         generator = torch.Generator(device=device).manual_seed(seed)
         state: dict[str, Tensor] = {}
         for name, p in network.state_dict().items():
+            # One generator for all: what is not kept is drawn, unless nothing that is kept comes after it.
+            if not name.startswith(only) and state:
+                break
             drawn = _random_parameter(name, tuple(p.shape), generator, device, dtype)
-            state |= {name: drawn} if convert is None else convert(name, drawn)
-        network.install(state)
+            if name.startswith(only):
+                state |= {name: drawn} if convert is None else convert(name, drawn)
+        network.install(state, only=only)
         return network
 
-    def install(self, state: Mapping[str, Tensor]) -> None:
-        """Give a network on the meta device all its tensors; scales of 8-bit weights become buffers of their layers."""
+    def install(self, state: Mapping[str, Tensor], *, only: str = "") -> None:
+        """Give a network on the meta device all its tensors; scales of 8-bit weights become buffers of their layers.
+
+        Args:
+            only: beginning of the names that get one, e.g. ``model.``; the others stay on the meta device.
+        """
         for name, tensor in state.items():
             if is_scale(name):
                 layer, _, leaf = name.rpartition(".")
                 self.get_submodule(layer).register_buffer(leaf, tensor)
         values = {n: t if is_scale(n) else nn.Parameter(t, requires_grad=False) for n, t in state.items()}
-        self.load_state_dict(values, strict=True, assign=True)
+        there = {n: t for n, t in self.state_dict().items() if not n.startswith(only)}
+        self.load_state_dict(there | values, strict=True, assign=True)
         self.requires_grad_(False).eval()
 
 

@@ -1,0 +1,156 @@
+"""The process groups of torch.distributed that ranks exchange tensors through: NCCL (RCCL) on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wam_policy_ros.contract.errors import ConfigError
+
+from .grid import Grid
+
+ENVIRONMENT: Mapping[str, str] = {
+    # A program that uses NVLink multicast can put the GPUs of a host out of service when it ends badly, and what
+    # crosses here is too small to gain by it.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    # One host: ranks find each other there, and nothing listens outside.
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # PyTorch would end the process, and the robot's node with it; the keeper gives up the groups instead.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Of the libraries, set in every rank where they are not set already."""
+
+NEVER = timedelta(days=1)
+"""The keeper of the ranks gives up, not the libraries: they know neither how long a step may take nor what follows."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who talks to whom.
+
+    Attributes:
+        device: of this rank's tensors.
+        world: all ranks.
+        heads: the first rank of each guidance branch; None for other ranks.
+        sequence: the ranks that share this rank's branch.
+    """
+
+    grid: Grid
+    rank: int
+    device: torch.device
+    world: dist.ProcessGroup
+    heads: dist.ProcessGroup | None
+    sequence: dist.ProcessGroup
+
+    def from_leader(self, x: Tensor) -> Tensor:
+        """``x`` of rank 0 into ``x`` of all others. Every rank calls this."""
+        dist.broadcast(_bytes(x), src=0, group=self.world)
+        return x
+
+    def from_branch(self, branch: int, x: Tensor) -> Tensor:
+        """``x`` of a branch's first rank into ``x`` of the other's. Both call this."""
+        dist.broadcast(_bytes(x), src=self.grid.heads[branch], group=self.heads)
+        return x
+
+    def agree(self, here: bool) -> bool:
+        """Whether it is so on all ranks that share this one's branch. All of them call this."""
+        answer = torch.tensor([int(here)], device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self.sequence)
+        return bool(answer.item())
+
+    def all(self) -> list[dist.ProcessGroup]:
+        """Every group of this rank once, in the order in which all ranks have them."""
+        out: list[dist.ProcessGroup] = []
+        for group in (self.world, self.heads, self.sequence):
+            if group is not None and group not in out:
+                out.append(group)
+        return out
+
+    def give_up(self) -> None:
+        """Whatever waits for a rank that does not answer, waits no more. May itself wait for CUDA graphs that hold an
+        exchange to be destroyed, so not in a thread that has to go on."""
+        for group in self.all():
+            with suppress(RuntimeError):  # gloo cannot; there, a connection ends with the process behind it
+                group.abort()
+
+
+def refuse_groups() -> None:
+    """
+    Raises:
+        ConfigError: this process cannot ``connect``: it has process groups already, or PyTorch cannot make any.
+    """
+    if not dist.is_available():
+        raise ConfigError("this PyTorch was built without torch.distributed", remedy="set gpus: 1")
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process has a policy on several GPUs already, or uses torch.distributed otherwise",
+            remedy="disconnect that policy first; if it was lost, start the process again",
+        )
+
+
+def connect(grid: Grid, rank: int, device: torch.device, store: str, backend: str = "auto") -> Groups:
+    """Meet the other ranks. Returns when all of them have called this.
+
+    Args:
+        store: path of a file that does not exist yet, in a folder of this user alone.
+        backend: of torch.distributed; ``auto``: NCCL on GPUs, gloo on CPUs.
+    """
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, grid.size),
+        rank=rank,
+        world_size=grid.size,
+        timeout=NEVER,
+        device_id=device if backend == "nccl" else None,
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    heads, sequence = world, world
+    if grid.guidance > 1 and grid.sequence > 1:  # else heads, or the row, are all ranks
+        # Every rank makes every group, in the same order.
+        made = [dist.new_group(ranks, timeout=NEVER) for ranks in (grid.heads, grid.row(0), grid.row(1))]
+        heads, sequence = made[0], made[1 + grid.branch(rank)]
+    groups = Groups(grid, rank, device, world, heads if rank in grid.heads else None, sequence)
+    # The first exchange connects GPUs, which takes seconds. Sooner here than in a robot's step.
+    count = torch.ones(1, device=device)
+    for group in groups.all():
+        dist.all_reduce(count, group=group)
+    count.cpu()
+    return groups
+
+
+def disconnect(timeout_s: float) -> bool:
+    """Leave without the others, who may be gone. False: it does not end, and this process can make no groups again."""
+
+    def leave() -> None:
+        with suppress(RuntimeError, ValueError):
+            if dist.get_backend() == dist.Backend.NCCL:
+                # Unlike destroying them, this waits for nobody.
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+
+    if not dist.is_initialized():
+        return True
+    thread = threading.Thread(target=leave, name="wam_groups_end", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Not every back end knows every dtype."""
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,324 @@
+"""The leader's side of a policy on several GPUs: the other ranks, told what to do and waited for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+
+from wam_policy_ros.contract.errors import ConfigError, PolicyLost, WamError
+from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.weights import WeightSource
+
+from .grid import Grid
+from .groups import ENVIRONMENT, Groups, connect, disconnect, refuse_groups
+from .keeper import Keeper
+
+Progress = Callable[[str, float], None]
+
+START_S = 3600.0
+"""Limit for what happens once: reading weights, compiling and recording what was not seen before."""
+LEAVE_S = 20.0
+REMEDY = "load the policy again"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank holds.
+
+    Attributes:
+        rank: its number. windows: of sessions and of calls under way.
+        slots: memory for windows that the fused step has made; idle: that no window uses.
+        memory_bytes: peak of what PyTorch had allocated on the GPU; 0 on a CPU.
+    """
+
+    rank: int
+    windows: int
+    slots: int
+    idle: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a follower is told first.
+
+    Attributes:
+        device: as text; dtype: of the weights. picture_hw: size of the pictures the network sees.
+        config: decides how weights are loaded.
+        store: file through which the ranks meet; backend: see ``connect``.
+        threads: of PyTorch on a CPU, where sums depend on it.
+    """
+
+    rank: int
+    grid: Grid
+    device: str
+    dtype: torch.dtype
+    weights: WeightSource
+    picture_hw: tuple[int, int]
+    config: EngineConfig
+    store: str
+    backend: str
+    threads: int
+
+
+class Ranks:
+    """Processes beside this one, each with a GPU of its own. One thread uses this object, and it alone decides:
+    followers do what they are told, in order.
+
+    Args:
+        config: its ``gpus``, this process included, and its ``rank_deadline_s``.
+        device: of rank 0. On GPUs the others are those that follow it.
+        devices: of all ranks, for tests; default: see ``device``.
+        backend: see ``connect``.
+
+    Raises:
+        ConfigError: there are not so many GPUs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        weights: WeightSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        picture_hw: tuple[int, int],
+        devices: list[str] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self.grid = Grid.of(config.gpus, guided=config.guidance_scale != 1.0)
+        self.deadline_s = config.rank_deadline_s
+        self.device = device
+        self.groups: Groups | None = None
+        devices = devices or devices_of(self.grid.size, device)
+        refuse_groups()
+        self._folder = tempfile.TemporaryDirectory(prefix="wam_ranks_")  # of this user alone
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        first = Setup(
+            rank=0,
+            grid=self.grid,
+            device=devices[0],
+            dtype=dtype,
+            weights=weights,
+            picture_hw=picture_hw,
+            config=config,
+            store=str(Path(self._folder.name) / "store"),
+            backend=backend,
+            threads=torch.get_num_threads(),
+        )
+        self._setup = first
+        self._keeper = Keeper(self.grid.size - 1, ENVIRONMENT, silent_s=6 * self.deadline_s)
+        self._met: list[bool] = []  # something, as soon as there may be groups
+        self._finalizer = weakref.finalize(self, _end, self._keeper, self._folder, self._met)
+        self._known: set[Hashable] = set()
+        self._new: set[Hashable] = set()
+        self._users: set[int] = set()
+        try:
+            self._keeper.begin()
+        except OSError as error:
+            raise ConfigError("the processes of the other GPUs cannot be started", got=str(error)) from error
+        for index in range(self.grid.size - 1):
+            self._keeper.send(index, replace(first, rank=index + 1, device=devices[index + 1]))
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other processes."""
+        return self._keeper.pids
+
+    @property
+    def lost(self) -> PolicyLost | None:
+        """Why this cannot go on; None while it can. Any thread."""
+        fault = self._keeper.fault
+        return None if fault is None else PolicyLost("the policy lost a GPU", got=fault, remedy=REMEDY)
+
+    def join(self, progress: Progress) -> Groups:
+        """Meet the others, once they have their weights. Afterwards ``groups`` are there.
+
+        Raises:
+            WamError: what kept one of them from it.
+        """
+        if self.groups is not None:
+            return self.groups
+        self.answers(START_S, progress)
+        self.send("join")
+        setup = self._setup
+        with self._waiting(START_S):
+            refuse_groups()
+            self._met.append(True)
+            self.groups = connect(self.grid, 0, self.device, setup.store, setup.backend)
+        self._keeper.at_fault(self.groups.give_up)
+        self.answers(START_S, progress)
+        self._keeper.silent_s = self.deadline_s
+        return self.groups
+
+    def hold(self, user: object) -> None:
+        """``close`` waits for this user's, too."""
+        self._users.add(id(user))
+
+    def close(self, user: object | None = None) -> None:
+        """``end``, when nobody else uses them."""
+        self._users.discard(id(user))
+        if not self._users:
+            self.end()
+
+    def end(self) -> None:
+        """End the processes, whoever uses them. Idempotent."""
+        self._finalizer()
+        self.groups = None
+
+    # -- what they are told -------------------------------------------------------------------------------------
+
+    def send(self, name: str, *content: Any) -> None:
+        """Tell all others; returns at once."""
+        for index in range(self.grid.size - 1):
+            self._keeper.send(index, (name, *content))
+
+    def answers(self, limit_s: float | None = None, progress: Progress | None = None) -> list[Any]:
+        """One answer of each of the others.
+
+        Args:
+            limit_s: default: ``deadline_s``, or much more when something was asked for the first time.
+            progress: told what they say meanwhile; may raise ``Cancelled``.
+
+        Raises:
+            PolicyLost: one of them does not answer.
+            WamError: one of them answered with it.
+        """
+        out: list[Any] = []
+        with self._waiting(limit_s or self._limit_s):
+            for index, queue in enumerate(self._keeper.answers):
+                while True:
+                    self.check()
+                    try:
+                        out.append(queue.get(timeout=0.05))
+                        break
+                    except Empty:
+                        if progress is not None:
+                            text, fraction = self._keeper.said[index]
+                            progress(f"rank {index + 1}: {text}", fraction)
+        for answer in out:
+            if isinstance(answer, WamError):
+                raise answer
+        return out
+
+    @contextmanager
+    def exchanging(self, key: Hashable) -> Iterator[Groups]:
+        """Around a collective operation.
+
+        Args:
+            key: of the work that others do for it: what is done for the first time may take long.
+
+        Raises:
+            PolicyLost: another rank does not take part.
+        """
+        assert self.groups is not None
+        if key not in self._known:
+            self._new.add(key)
+        self.check()
+        with self._waiting(self._limit_s):
+            yield self.groups
+        self.check()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around work that exchanges with others in its midst.
+
+        Raises:
+            PolicyLost: another rank does not take part, or this one fails and leaves it waiting.
+        """
+        with self._waiting(self._limit_s):
+            try:
+                yield
+            except RuntimeError:
+                raise
+            except BaseException as error:
+                self._keeper.lose(f"waits for one that failed: {error}")
+                raise
+        self.check()
+
+    def wait(self, ready: Callable[[], bool], pause: Callable[[], None]) -> None:
+        """Until ``ready()``, with ``pause()`` in between.
+
+        Raises:
+            PolicyLost: another rank is gone, or this takes too long.
+        """
+        with self._waiting(self._limit_s):
+            while not ready():
+                self.check()
+                pause()
+        self.check()
+
+    def settled(self) -> None:
+        """All that was asked for has been done: asked again, it may not take long."""
+        self._known |= self._new
+        self._new.clear()
+
+    def check(self) -> None:
+        """
+        Raises:
+            PolicyLost: see ``lost``.
+        """
+        if (lost := self.lost) is not None:
+            raise lost
+
+    @property
+    def _limit_s(self) -> float:
+        return START_S if self._new else self.deadline_s
+
+    @contextmanager
+    def _waiting(self, limit_s: float) -> Iterator[None]:
+        self._keeper.expect(limit_s)
+        try:
+            yield
+        except RuntimeError as error:
+            # A connection breaks a moment before it is known that the process behind it has ended.
+            self._keeper.join(1.0)
+            # If none has, they no longer agree on what comes next.
+            self._keeper.lose(f"cannot be exchanged with: {str(error).splitlines()[0]}")
+            lost = self.lost
+            assert lost is not None
+            raise lost from error
+        finally:
+            self._keeper.expect(None)
+
+
+def devices_of(count: int, first: torch.device) -> list[str]:
+    """``first`` and the GPUs that follow it; a CPU is the same for all.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if first.type != "cuda":
+        return [str(first)] * count
+    index = first.index or 0
+    seen = torch.cuda.device_count()
+    if index + count > seen:
+        raise ConfigError(
+            f"gpus: {count} from {first} on",
+            got=f"{seen} GPUs that PyTorch sees",
+            remedy="set gpus to what is there",
+        )
+    return [f"cuda:{index + i}" for i in range(count)]
+
+
+def _end(keeper: Keeper, folder: tempfile.TemporaryDirectory[str], met: list[bool]) -> None:
+    """Also by the collector, in whatever thread that runs, and when the interpreter ends."""
+    keeper.end()
+    if threading.current_thread() is not keeper:
+        keeper.join(LEAVE_S)
+    if met:
+        disconnect(LEAVE_S)
+    folder.cleanup()
