@@ -16,14 +16,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from wam_policy_ros.engine.fp8 import fp8_for_architecture
-from wam_policy_ros.engine.kernels import activation, cross, norms, rope
+from wam_policy_ros.engine.kernels import activation, cross, norms, rope, swap
 from wam_policy_ros.engine.kernels.launch import MACHINES, Launch, Machine
-from wam_policy_ros.engine.kernels.tensors import Product, quantized_like
+from wam_policy_ros.engine.kernels.tensors import Product, quantized_like, words
 
 BF16, F32 = torch.bfloat16, torch.float32
 NAMES = {
     BF16: "*bf16", F32: "*fp32", torch.int32: "*i32", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e4m3fnuz: "*fp8e4b8",
+    torch.float8_e4m3fnuz: "*fp8e4b8", torch.int64: "*i64",
 }  # fmt: skip
 # The 14B network with both guidance branches.
 B, L, VIDEO, H, DH, FFN, EPS = 2, 1785, 1760, 40, 128, 13824, 1e-6
@@ -70,6 +70,16 @@ def launches(name: str, machine: Machine) -> Iterator[tuple[str, Launch]]:
                 _empty(1, dtype=F32) if scaled else None, fp8.max,
             ),
         )  # fmt: skip
+        for ranks in (2, 8):
+            own, run = H // ranks, VIDEO // ranks
+            received, sent = (
+                words(_empty(*s, own, DH, dtype=dtype)) for s in ((ranks, 3, B, run), (ranks, B, run + 25))
+            )
+            local = words(_empty(3, B, run + 25, H, DH, dtype=dtype)[:, :, :, own : 2 * own])
+            mine, window = (words(_empty(B, n, own, DH, dtype=dtype)) for n in (L, 7945))
+            into = (mine, window[:, :L], window[:, :L])
+            yield f"unpack_heads {kind} {ranks}", swap.plan_unpack_heads(machine, received, local, *into, VIDEO)
+            yield f"pack_tokens {kind} {ranks}", swap.plan_pack_tokens(machine, mine, sent, VIDEO)
     yield "norm only", norms.plan_residual_norm(machine, x, None, None, quantized_like(x, fp8), **modulation, **sizes)
     yield "rms_rstd", norms.plan_rms_rstd(machine, _product(D, scaled=True), _empty(M, dtype=F32), EPS)
     wide = _empty(M, FFN, dtype=F32)
@@ -106,7 +116,7 @@ def _wide_accesses(text: str) -> dict[str, int]:
     """How many loads from memory are 16 bytes wide, and how many are narrower than 4 bytes a thread and access."""
     lines = [line.strip() for line in text.splitlines()]
     loads = [s for s in lines if "ld.global" in s or s.startswith(("global_load", "buffer_load"))]
-    return {"loads": len(loads), "wide": sum(".v4.b32" in s or "dwordx4" in s for s in loads)}
+    return {"loads": len(loads), "wide": sum(any(w in s for w in (".v4.b32", ".v2.b64", "dwordx4")) for s in loads)}
 
 
 def main(names: list[str]) -> int:

@@ -15,7 +15,8 @@ import pytest
 from wam_policy_ros.engine.kernels.launch import MACHINES, Machine, chunking
 
 pytestmark = pytest.mark.slow
-KERNELS = ("residual_norm", "norm only", "rms_rstd", "gelu", "quantize_rows", "qk_norm_rope_store", "cross_attention")
+KERNELS = ("residual_norm", "norm only", "rms_rstd", "gelu", "quantize_rows", "qk_norm_rope_store", "cross_attention",
+           "unpack_heads", "pack_tokens")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -256,3 +256,34 @@ def test_dispatch_takes_the_twin_on_a_cpu_and_when_asked(monkeypatch):
     assert calls == []
     ops.quantize_rows(meta, FP8)
     assert calls == ["fused"]
+
+
+@drawn
+@given(
+    branches=st.integers(1, 2), ranks=st.integers(1, 4), video=st.integers(1, 9), rest=st.integers(0, 3),
+    heads=st.sampled_from([(1, 16), (3, 12), (2, 128), (5, 104)]), start=st.integers(0, 2),
+    dtype=st.sampled_from([*FLOATS, *(f.dtype for f in FORMATS)]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_heads_and_tokens_are_moved(branches, ranks, video, rest, heads, start, dtype, seed):
+    """Bit for bit, into rows of a window that are apart, and nothing beside them is touched."""
+    torch.manual_seed(seed)
+    own, head_dim = heads
+    run = -(-video // ranks)
+
+    def bits(*shape):
+        return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).to(DEVICE).view(dtype).squeeze(-1)
+
+    received = bits(ranks, 3, branches, run, own, head_dim)
+    qkv = bits(3, branches, run + rest, ranks * own, head_dim)
+    x = bits(branches, video + rest, own, head_dim)
+    before = bits(3, branches, start + video + rest + 1, own, head_dim)
+    found = []
+    for plain in (False, True):
+        windows, sent = before.clone(), bits(ranks, branches, run + rest, own, head_dim)
+        into = windows[:, :, start : start + video + rest]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "_implementation", lambda like, plain: reference if plain else fused)
+            ops.unpack_heads(received, qkv, ranks - 1, *into, video, plain=plain)
+            ops.pack_tokens(x, sent, video, plain=plain)
+        found.append((windows.view(torch.uint8), sent.view(torch.uint8)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.model.exchange import ALONE, Exchange
+
+from .kernels import ops
+from .kernels.tensors import words
 
 Swap = Callable[[Tensor, Tensor], None]
 """``swap(received, sent)``: block i of ``sent [ranks, bytes]`` goes to rank i, whose block for this rank becomes block
@@ -81,6 +85,7 @@ class SequenceExchange:
     def __init__(self, rank: int, ranks: int, swap: Swap, device: torch.device) -> None:
         self.rank, self.ranks, self.traffic = rank, ranks, Traffic()
         self._swap, self._device = swap, device
+        self._plain = find_spec("triton") is None  # the plain step does not need it
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
     # -- how tokens are split -----------------------------------------------------------------------------------
@@ -113,46 +118,25 @@ class SequenceExchange:
         parts, batch, _, heads, width = qkv.shape
         run, own = self.run_length(video_tokens), heads // self.ranks
         sent, received = self._pair((self.ranks, parts, batch, run, own, width), qkv.dtype)
-        sent.copy_(qkv[:, :, :run].unflatten(3, (self.ranks, own)).permute(3, 0, 1, 2, 4, 5))
+        words(sent).copy_(words(qkv[:, :, :run]).unflatten(3, (self.ranks, own)).permute(3, 0, 1, 2, 4, 5))
         self._exchange(sent, received)
-        rest = qkv[:, :, run:, self.rank * own : (self.rank + 1) * own]
-        for part, target in enumerate(into):
-            for rows, blocks in self._runs(target, video_tokens):
-                rows.copy_(received[blocks, part, :, : rows.shape[2]].transpose(0, 1))
-            if rest.shape[2]:
-                target[:, video_tokens:].copy_(rest[part])
+        ops.unpack_heads(received, qkv, self.rank, *into, video_tokens, plain=self._plain)
 
     def to_tokens(self, x: Tensor, video_tokens: int) -> Tensor:
         batch, tokens, own, width = x.shape
         run, rest = self.run_length(video_tokens), tokens - video_tokens
         sent, received = self._pair((self.ranks, batch, run + rest, own, width), x.dtype)
-        if video_tokens < run * self.ranks:
-            sent.zero_()  # the fillers' part
-        for rows, blocks in self._runs(x, video_tokens):
-            sent[blocks, :, : rows.shape[2]].copy_(rows.transpose(0, 1))
-        if rest:
-            sent[:, :, run:].copy_(x[:, video_tokens:].expand(self.ranks, -1, -1, -1, -1))
+        ops.pack_tokens(x.contiguous(), sent, video_tokens, plain=self._plain)
         self._exchange(sent, received)
         out = x.new_empty(batch, run + rest, self.ranks, own, width)
-        return out.copy_(received.permute(1, 2, 0, 3, 4)).flatten(2, 3)
+        words(out).copy_(words(received).permute(1, 2, 0, 3, 4))
+        return out.flatten(2, 3)
 
     def whole(self, x: Tensor, video_tokens: int) -> Tensor:
         sent, received = self._pair((self.ranks, *x.shape), x.dtype)
         sent.copy_(x.expand(self.ranks, *x.shape))
         self._exchange(sent, received)
         return torch.cat(received.unbind(), dim=1)[:, :video_tokens]
-
-    def _runs(self, x: Tensor, video_tokens: int) -> list[tuple[Tensor, slice]]:
-        """The video of ``x [B, T, ...]`` as ``[B, ranks, run, ...]`` views with the ranks they belong to; one view when
-        the runs are full, else one for the full ones and one for what the next rank has."""
-        run = self.run_length(video_tokens)
-        full, more = divmod(video_tokens, run)
-        out = []
-        if full:
-            out.append((x[:, : full * run].unflatten(1, (full, run)), slice(0, full)))
-        if more:
-            out.append((x[:, full * run : video_tokens].unsqueeze(1), slice(full, full + 1)))
-        return out
 
     def _exchange(self, sent: Tensor, received: Tensor) -> None:
         flat = sent.view(self.ranks, -1).view(torch.uint8)

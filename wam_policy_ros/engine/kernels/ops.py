@@ -21,17 +21,19 @@ from wam_policy_ros.engine.fp8 import Fp8
 from wam_policy_ros.model.errors import ShapeError
 
 from . import reference
-from .tensors import Product, Quantized
+from .tensors import Product, Quantized, words
 
 __all__ = [
     "Product",
     "Quantized",
     "cross_attention",
     "gelu_quant",
+    "pack_tokens",
     "qk_norm_rope_store",
     "quantize_rows",
     "residual_norm",
     "rms_rstd",
+    "unpack_heads",
 ]
 
 
@@ -241,3 +243,55 @@ def gelu_quant(u: Product, fp8: Fp8 | None = None, *, plain: bool = False) -> Te
 def quantize_rows(x: Tensor, fp8: Fp8, *, plain: bool = False) -> Quantized:
     """Each row of ``x [M, K]`` scaled so that its largest magnitude becomes the largest value of the format."""
     return _implementation(x, plain).quantize_rows(x, fp8)
+
+
+def unpack_heads(
+    received: Tensor,
+    qkv: Tensor,
+    rank: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    video_tokens: int,
+    *,
+    plain: bool = False,
+) -> None:
+    """All tokens of a rank's heads, from what the ranks sent of their runs of the video and from the rank's own copy of
+    the tokens behind it. Bits are copied.
+
+    Args:
+        received: ``[ranks, 3, B, run, H / ranks, Dh]``: from each rank q, k and v of its run. The last runs end with
+            rows that belong to no token.
+        qkv: ``[3, B, run + rest, H, Dh]``, of this rank, whose number is ``rank``.
+        q, k, v: ``[B, video_tokens + rest, H / ranks, Dh]``, written; rows may be apart.
+
+    Raises:
+        ShapeError: shapes do not fit each other.
+    """
+    ranks, _, branches, run, own, head_dim = received.shape
+    rest = qkv.shape[2] - run
+    _check("received", received, (ranks, 3, branches, run, own, head_dim))
+    _check("qkv", qkv, (3, branches, run + rest, ranks * own, head_dim))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check(name, tensor, (branches, video_tokens + rest, own, head_dim))
+    local = qkv[:, :, :, rank * own : (rank + 1) * own]
+    moved = (words(t) for t in (received, local, q, k, v))
+    _implementation(q, plain).unpack_heads(*moved, video_tokens)
+
+
+def pack_tokens(x: Tensor, sent: Tensor, video_tokens: int, *, plain: bool = False) -> None:
+    """What every rank gets of a rank's heads: its run of the video, and all tokens behind the video. Bits are copied;
+    rows that belong to no token become zero.
+
+    Args:
+        x: ``[B, video_tokens + rest, heads, Dh]``. sent: ``[ranks, B, run + rest, heads, Dh]``, written.
+
+    Raises:
+        ShapeError: shapes do not fit each other.
+    """
+    branches, tokens, own, head_dim = x.shape
+    _check("x", x, (branches, tokens, own, head_dim))
+    _check("sent", sent, (sent.shape[0], branches, sent.shape[2], own, head_dim))
+    if not x.is_contiguous() or not sent.is_contiguous():
+        raise ShapeError(f"x and sent: got strides {x.stride()} and {sent.stride()}, expected no gaps")
+    _implementation(x, plain).pack_tokens(words(x), words(sent), video_tokens)

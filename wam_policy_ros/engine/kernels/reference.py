@@ -152,3 +152,31 @@ def cross_attention(
 def gelu_quant(u: Product, fp8: Fp8 | None) -> Tensor | Quantized:
     out = F.gelu(value(u), approximate="tanh")
     return out.to(u.raw.dtype) if fp8 is None else _quantized(out, fp8)
+
+
+def _runs(x: Tensor, video_tokens: int, run: int) -> list[tuple[Tensor, slice]]:
+    """The video of ``x [B, T, ...]`` as ``[B, ranks, run, ...]`` views with the ranks they belong to: one of the full
+    runs, and one of what is left over."""
+    full, more = divmod(video_tokens, run)
+    out = []
+    if full:
+        out.append((x[:, : full * run].unflatten(1, (full, run)), slice(0, full)))
+    if more:
+        out.append((x[:, full * run : video_tokens].unsqueeze(1), slice(full, full + 1)))
+    return out
+
+
+def unpack_heads(received: Tensor, local: Tensor, q: Tensor, k: Tensor, v: Tensor, video_tokens: int) -> None:
+    run = received.shape[3]
+    for part, target in enumerate((q, k, v)):
+        for rows, ranks in _runs(target, video_tokens, run):
+            rows.copy_(received[ranks, part, :, : rows.shape[2]].transpose(0, 1))
+        target[:, video_tokens:] = local[part, :, run:]
+
+
+def pack_tokens(x: Tensor, sent: Tensor, video_tokens: int) -> None:
+    run = sent.shape[2] - (x.shape[1] - video_tokens)
+    sent.zero_()
+    for rows, ranks in _runs(x, video_tokens, run):
+        sent[ranks, :, : rows.shape[2]].copy_(rows.transpose(0, 1))
+    sent[:, :, run:] = x[:, video_tokens:]

@@ -52,3 +52,9 @@ def product_arguments(product: Product | None) -> dict[str, Any]:
         "ROW_STRIDE": int(row is not None and row.numel() > 1),
         "COL_STRIDE": int(col is not None and col.numel() > 1),
     }
+
+
+def words(x: Tensor) -> Tensor:
+    """The same memory as integers, to be copied: ``[..., Dh]`` as 8-byte words, or as bytes where a head is no whole
+    number of words."""
+    return x.view(torch.uint8 if x.shape[-1] * x.dtype.itemsize % 8 else torch.int64)

@@ -102,6 +102,7 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         yield from _rows(make, eight=eight)
         yield _qk(make, eight=eight)
         yield _cross(make, eight=eight)
+        yield from _moves(make, eight=eight)
     q = [make.product(sizes.width, scaled=True) for _ in range(_SETS)]
     yield Case(
         "rms_rstd", lambda i: ops.rms_rstd(q[i % _SETS], EPS), partial(_error, ops.rms_rstd, lambda: (q[0], EPS)),
@@ -166,6 +167,39 @@ def _qk(make: Inputs, *, eight: bool) -> Case:
         f"qk_norm_rope_store {'fp8' if eight else 'bf16'}", lambda i: call(qkv[i % _SETS], targets[i % _SETS]),
         partial(_error, call, lambda: (qkv[0], outputs())), FP8_BOUND if eight else BF16_BOUND,
         (2 + bytes_out) * 3 * s.rows * s.width,
+    )  # fmt: skip
+
+
+def _moves(make: Inputs, *, eight: bool) -> Iterator[Case]:
+    """What two ranks of sequence parallelism do around an exchange."""
+    s, ranks = make.sizes, 2
+    own, run, rest = s.heads // ranks, s.video_tokens // ranks, s.tokens - s.video_tokens
+    dtype, kind = (make.fp8.dtype, "fp8") if eight else (torch.bfloat16, "bf16")
+
+    def draw(*shape: int) -> Tensor:
+        return make.draw(*shape, s.head_dim, dtype=dtype)
+
+    received = [draw(ranks, 3, s.branches, run, own) for _ in range(_SETS)]
+    qkv, x = draw(3, s.branches, run + rest, s.heads), draw(s.branches, s.tokens, own)
+    into, sent = draw(3, s.branches, s.tokens, own), draw(ranks, s.branches, run + rest, own)
+
+    def unpack(some: Tensor, **plain: bool) -> Tensor:
+        q, k, v = into.zero_()
+        ops.unpack_heads(some, qkv, 1, q, k, v, s.video_tokens, **plain)
+        return into.clone()
+
+    def pack(some: Tensor, **plain: bool) -> Tensor:
+        ops.pack_tokens(some, sent.zero_(), s.video_tokens, **plain)
+        return sent.clone()
+
+    q, k, v = into
+    yield Case(
+        f"unpack_heads {kind}", lambda i: ops.unpack_heads(received[i % _SETS], qkv, 1, q, k, v, s.video_tokens),
+        partial(_error, unpack, lambda: (received[0],)), 0.0, 2 * into.numel() * dtype.itemsize,
+    )  # fmt: skip
+    yield Case(
+        f"pack_tokens {kind}", lambda i: ops.pack_tokens(x, sent, s.video_tokens),
+        partial(_error, pack, lambda: (x,)), 0.0, (x.numel() + sent.numel()) * dtype.itemsize,
     )  # fmt: skip
 
 
