@@ -122,20 +122,22 @@ class Expert:
         aligned = across < 0.8 * grasp.slack_m and along < grasp.reach_m and turned < 0.2
         if aligned and abs(off[2]) < 0.010:
             return grasp.point_m, grasp.yaw_rad, 1.0, 0.3
-        if aligned or (inside and pos[2] - TIP_M < grasp.top_m):
-            wide = closed < 0.1  # fingers that are not open yet would push it
-            return np.array([*grasp.point_m[:2], grasp.point_m[2] if wide else pos[2]]), grasp.yaw_rad, 0.0, 0.6
-        return self._above(pos, grasp)
+        within = inside and pos[2] - TIP_M < grasp.top_m
+        if (aligned or within) and closed < 0.1:
+            return grasp.point_m, grasp.yaw_rad, 0.0, 0.6
+        goal, low = self._above(pos, grasp)
+        # Closed fingers open above everything: low down they may be in the mug or between two things.
+        return goal, grasp.yaw_rad, 1.0 if low and closed > 0.6 else 0.0, 1.0
 
-    def _above(self, pos: Array, grasp: Grasp) -> tuple[Array, float, float, float]:
-        """To a point over the thing, higher the further away; sideways only above everything."""
+    def _above(self, pos: Array, grasp: Grasp) -> tuple[Array, bool]:
+        """A point over the thing, higher the further away, straight up from among things; and whether it is low now."""
         far = float(np.linalg.norm((grasp.point_m - pos)[:2]))
         just_over = grasp.top_m + TIP_M + 0.012
         free = max(_HIGHEST_M + TIP_M + self.CLEARANCE_M, just_over)
         height = just_over + (free - just_over) * float(np.clip((far - 0.01) / 0.06, 0.0, 1.0))
         low = pos[2] - TIP_M < (_HIGHEST_M if far > 0.08 else grasp.top_m) + 0.006
         goal = np.array([pos[0], pos[1], height]) if low else np.array([*grasp.point_m[:2], height])
-        return goal, grasp.yaw_rad, 0.0, 1.0
+        return goal, low
 
     def _put_down(self, world: World, pos: Array, heading: float) -> tuple[Array, float, float, float]:
         """Something else is between the fingers: down with it, then open."""

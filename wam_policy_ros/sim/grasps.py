@@ -68,7 +68,9 @@ def _book(position: Array, rotation: Array) -> Grasp:
     # The hand's y axis goes across: its x axis is a quarter turn further.
     yaw = half_circle(np.arctan2(rotation[1, across], rotation[0, across]) + np.pi / 2)
     height = max(top - _UNDERSIDE_M + _ROOM_M, _LOWEST_M)
-    return Grasp(np.array([position[0], position[1], height]), yaw, top, min(0.037 - half[across], 0.013), 0.02)
+    return Grasp(
+        np.array([position[0], position[1], height]), yaw, top, float(np.clip(0.037 - half[across], 0.004, 0.013)), 0.02
+    )
 
 
 def half_circle(angle: float) -> float:

@@ -69,9 +69,10 @@ def dress(model: mujoco.MjModel, layout: Layout) -> None:
     strength, ambient, dx, dy = layout.light
     main = model.light("main").id
     model.light_diffuse[main] = _DIFFUSE * strength
-    model.light_ambient[main] = _AMBIENT * ambient
     for fill in _FILLS:
         model.light_diffuse[model.light(fill).id] = _FILL * strength
+        # Not of the main light: its shadows would be black.
+        model.light_ambient[model.light(fill).id] = _AMBIENT * ambient / len(_FILLS)
     direction = _LIGHT_DIRECTION + np.array([dx, dy, 0.0])
     model.light_dir[main] = direction / np.linalg.norm(direction)
 
@@ -90,6 +91,7 @@ def _tune_rendering(spec: mujoco.MjSpec, shadows: bool) -> None:
     visual.map.znear, visual.map.zfar = 0.008, 8.0
     visual.quality.offsamples = 4 if shadows else 0
     visual.quality.shadowsize = 4096 if shadows else 0
+    visual.map.shadowclip = 2.0
     visual.headlight.active = 0
 
 
@@ -125,8 +127,8 @@ def _add_room(spec: mujoco.MjSpec, shadows: bool) -> None:
     world.add_light(name="main", type=directional, pos=[0.6, -0.3, 2.2], dir=_LIGHT_DIRECTION, castshadow=shadows)
     for name, direction in _FILLS.items():
         fill = world.add_light(name=name, type=directional, pos=[1, 0, 1.5], dir=direction, castshadow=False)
-        fill.ambient, fill.specular = [0.0] * 3, [0.05] * 3
-    spec.light("main").specular = [0.35] * 3
+        fill.specular = [0.05] * 3
+    spec.light("main").ambient, spec.light("main").specular = [0.0] * 3, [0.35] * 3
 
 
 def _paint(
