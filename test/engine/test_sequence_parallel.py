@@ -151,7 +151,7 @@ def run_fast(dit, exchange, branches=2, fp8=None, eight_bit_attention=False):
         kv_dtype=attention.kv_dtype or torch.float32, device=torch.device("cpu"), ranks=exchange.ranks,
     )  # fmt: skip
     slot = WindowSlot(layout, 0)
-    assert layout.nbytes > 0 and slot.k.shape[3] * exchange.ranks == dit.cfg.num_heads
+    assert layout.nbytes > 0 and slot.k[1].shape[2] * exchange.ranks == dit.cfg.num_heads
     for branch in range(branches):
         text[:, 6:] = 0
         fast.load_text(slot, branch, fast.text_keys((1 + branch) * text, 6))
@@ -163,13 +163,15 @@ def run_fast(dit, exchange, branches=2, fp8=None, eight_bit_attention=False):
         how = {"branches": branches, "itemsize": 4, "kv_itemsize": layout.kv_dtype.itemsize}
         assert sent_bytes(exchange) - sent == prefill_bytes(dit.cfg, exchange.ranks, frames, **how)
         position, start = position + frames * dit.cfg.frame_seqlen, start + frames
-        sent = sent_bytes(exchange)
-        flows += fast.evaluate(
-            slot, *inputs(dit, 2), position, start, branches, e=times.e[0], e6=times.e6[0], action=action,
-            action_steps=times.action_steps[:1], state=state,
-        )  # fmt: skip
-        assert sent_bytes(exchange) - sent == evaluation_bytes(dit.cfg, exchange.ranks, **how)
-    return flows, [torch.cat([slot.k[i, :, :position], slot.v[i, :, :position]]) for i in range(dit.cfg.num_layers)]
+        call = (slot, *inputs(dit, 2), position, start)
+        given = {"e": times.e[0], "e6": times.e6[0], "action_steps": times.action_steps[:1]}
+        for count, with_video in ((branches, True), (1, False)):
+            sent = sent_bytes(exchange)
+            found = fast.evaluate(*call, count, **given, action=action, state=state, want_video=with_video)
+            flows += [flow for flow in found if flow is not None]
+            expected = evaluation_bytes(dit.cfg, exchange.ranks, **how | {"branches": count}, with_video=with_video)
+            assert sent_bytes(exchange) - sent == expected
+    return flows, [torch.cat([slot.k[i][:, :position], slot.v[i][:, :position]]) for i in range(dit.cfg.num_layers)]
 
 
 def relative(a, b):

@@ -30,12 +30,24 @@ def test_published_counts_of_the_dit(position, frames, before, evaluation, prefi
     assert whole.total / T == pytest.approx(prefill, abs=0.03)
     needed = flops.prefill(BIG, frames, before)
     assert 0.97 < needed.total / whole.total < 0.985  # "about 2 %" of the spec
-    stages = flops.step_stages(BIG, position, 8, 2, (352, 640))
-    assert stages["denoise"] == 16 * flops.evaluation(BIG, before + frames * 880).total
-    assert stages["prefill"] == 2 * needed.total
-    part = flops.step_stages(BIG, position, 8, 2, (352, 640), guided_evaluations=3)
-    assert part["denoise"] * 16 == stages["denoise"] * 11
-    assert flops.step_stages(BIG, position, 8, 1, (352, 640))["denoise"] * 2 == stages["denoise"]
+    one = flops.step_stages(BIG, position, 8, 1, (352, 640))
+    evaluated = flops.evaluation(BIG, before + frames * 880).total
+    assert one["denoise"] == 8 * evaluated and one["prefill"] == needed.total
+
+
+@pytest.mark.parametrize(("position", "frames", "before"), [(1, 1, 0), (4, 2, 4400)])
+def test_what_is_common_or_unwatched_is_counted_once_or_not_at_all(position, frames, before):
+    cached, tokens = before + frames * 880, 1785
+    one, two, some, blind = (
+        flops.step_stages(BIG, position, 8, branches, (352, 640), guided_evaluations=guided, want_video=video)
+        for branches, guided, video in ((1, 0, True), (2, 8, True), (2, 3, True), (2, 7, False))
+    )
+    evaluated, same = flops.evaluation(BIG, cached).total, flops.common(BIG, tokens, cached + tokens).total
+    assert two["denoise"] == 16 * evaluated - 8 * same and some["denoise"] == 11 * evaluated - 3 * same
+    assert blind["denoise"] == 15 * evaluated - 7 * same - flops.unwatched(BIG, cached).total
+    assert two["prefill"] == 2 * one["prefill"] - flops.common(BIG, frames * 880, cached).total
+    # The first layer's share of 40 is less than whole; of the last layer all but keys and values goes.
+    assert 0.005 < same / (2 * evaluated) < 0.5 / 40 and 0.017 < flops.unwatched(BIG, cached).total / evaluated < 1 / 40
 
 
 def test_published_counts_of_the_encoders():

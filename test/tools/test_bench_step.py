@@ -178,10 +178,10 @@ def test_fused_rows_on_one_network_and_the_unguided_branch_of_the_last_evaluatio
     assert main(["bench", "step", *words, "--no-video", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert [r["configuration"] for r in report["rows"]] == ["plain", "bf16", "fp8"] and report["video"] is False
-    one = flops.evaluation(smaller_network, 2).total / 1e12
+    work = flops.step_stages(smaller_network, 1, 4, 2, (0, 0), guided_evaluations=3, want_video=False)
     for row in report["rows"]:
         assert row["step_s"]["n"] == 4
-        assert row["position_s"]["1"]["stage_TFLOP"]["denoise"] == pytest.approx(7 * one)
+        assert row["position_s"]["1"]["stage_TFLOP"]["denoise"] == pytest.approx(work["denoise"] / 1e12)
 
 
 # -- options ----------------------------------------------------------------------------------------------------

@@ -133,6 +133,10 @@ class FastDiT:
         fp8: format of the linear layers, None for native precision.
         scales: of the attention's inputs when it runs in FP8; filled here, layer by layer.
         exchange: shares every call with other ranks.
+        share_first: compute what the guidance branches have in common once: the first layer up to its cross-attention,
+            which is the first place where their texts come in. Twin: False.
+        trim_last: compute the last layer behind its keys and values for the action rows alone when no video flow is
+            wanted. Twin: False.
     """
 
     def __init__(
@@ -144,8 +148,10 @@ class FastDiT:
         fp8: Fp8 | None = None,
         scales: Fp8Scales | None = None,
         exchange: Exchange = ALONE,
+        share_first: bool = True,
+        trim_last: bool = True,
     ) -> None:
-        self.exchange = exchange
+        self.exchange, self.share_first, self.trim_last = exchange, share_first, trim_last
         self.dit, self.cfg, self.times, self.attention, self.fp8 = dit, dit.cfg, times, attention, fp8
         blocks: list[Block] = list(dit.blocks)  # type: ignore[arg-type]
         self.modulation = torch.cat([b.modulation for b in blocks])  # [layers, 6, D]
@@ -223,9 +229,11 @@ class FastDiT:
         """
         video = self._embed(x, y)
         count = video.shape[1]
-        hidden = self.exchange.own(video, count).expand(branches, -1, -1).reshape(-1, self.cfg.dim).contiguous()
         table = self._rotary(start_frame, x, registers=False)
-        self._blocks(hidden, slot, position, table, self.times.e6[-1], count, count, branches, only_keys=True)
+        self._blocks(
+            self.exchange.own(video, count)[0], slot, position, table, self.times.e6[-1], count, count, branches,
+            only_keys=True,
+        )  # fmt: skip
 
     def evaluate(
         self,
@@ -251,7 +259,8 @@ class FastDiT:
             e ``[2, D]``, e6 ``[2, 6, D]``: rows of the ``TimeTable``; action_steps ``[1, rows]``.
             action: ``[1, rows, action_dim]``; state: ``[1, 1, max_state_dim]``.
             want_video: compute the video flow.
-            watch: called with each block's number and its input ``[branches * tokens, D]``, for comparisons.
+            watch: called with each block's number and its input ``[branches * tokens, D]``, for comparisons; the first
+                block's is that of one branch when they share it.
 
         Returns:
             ``[branches, z, F, h, w]`` (conditional branch first) or None, and the conditional action flow
@@ -263,9 +272,14 @@ class FastDiT:
         tokens = torch.cat([video, dit.action_encoder(action, action_steps), dit.state_encoder(state)], dim=1)
         total, run = tokens.shape[1], self.exchange.run_length(count)
         length = total - count + run
-        hidden = self.exchange.own(tokens, count).expand(branches, -1, -1).reshape(-1, cfg.dim).contiguous()
         table = self._rotary(start_frame, x, registers=True)
-        last = self._blocks(hidden, slot, position, table, e6, total, count, branches, only_keys=False, watch=watch)
+        only_rows = rows if self.trim_last and not want_video else 0
+        hidden, last = self._blocks(
+            self.exchange.own(tokens, count)[0], slot, position, table, e6, total, count, branches,
+            only_rows=only_rows, watch=watch,
+        )  # fmt: skip
+        if only_rows:
+            length, run, branches = only_rows, 0, 1
         mods = dit.head.modulation + e[:, None]  # [groups, 2, D]
         gate = self.modulation[-1, 5] + e6[:, 5]
         out = ops.residual_norm(
@@ -295,7 +309,7 @@ class FastDiT:
 
     def _blocks(
         self,
-        hidden: Tensor,
+        x: Tensor,
         slot: WindowSlot,
         position: int,
         table: tuple[Tensor, Tensor],
@@ -304,28 +318,35 @@ class FastDiT:
         video_tokens: int,
         branches: int,
         *,
-        only_keys: bool,
+        only_keys: bool = False,
+        only_rows: int = 0,
         watch: Callable[[int, Tensor], None] | None = None,
-    ) -> Product | None:
-        """All blocks on ``hidden``, this rank's rows of each branch, which is updated in place.
+    ) -> tuple[Tensor, Product | None]:
+        """All blocks.
 
         Args:
+            x: this rank's rows of one branch, ``[own tokens, D]``.
             tokens, video_tokens: of one branch, over all ranks.
+            only_keys: the call ends with the last block's keys and values.
+            only_rows: so many tokens behind the video, of the first branch, are all that is wanted; 0: everything.
 
         Returns:
-            The last block's feed-forward output, not yet added; None with ``only_keys``, when the call ends with the
-            last block's keys and values.
+            The residual stream, ``[branches * own tokens, D]`` or ``[only_rows, D]``, and the last block's feed-forward
+            output, not yet added; None with ``only_keys``.
         """
-        cfg, scales = self.cfg, self.scales
+        cfg, scales, layers = self.cfg, self.scales, len(self.blocks)
         mods = self.modulation[:, None] + e6  # [layers, groups, 6, D]
         run = self.exchange.run_length(video_tokens)
         own = tokens - video_tokens + run
+        # Branches whose rows are in ``hidden``: all texts have to say is said behind the first layer's self-attention.
+        count = 1 if self.share_first else branches
+        hidden = x.repeat(count, 1)
 
         def empty(*rows: int, ranks: int = 1) -> Tensor:
             shape = (*rows, cfg.num_heads // ranks, cfg.head_dim)
             return torch.empty(shape, dtype=self.attention.kv_dtype or hidden.dtype, device=hidden.device)
 
-        queries = empty(branches, tokens, ranks=self.exchange.ranks)
+        all_queries = empty(branches, tokens, ranks=self.exchange.ranks)
         sent = empty(3, branches, own) if self.exchange.ranks > 1 else None
 
         def norm(y: Product | None, gate: Tensor | None, **how: Any) -> Tensor | Quantized:
@@ -337,10 +358,16 @@ class FastDiT:
             h = norm(pending, gate, shift=mods[i, :, 0], scale=mods[i, :, 1])
             if watch is not None:
                 watch(i, hidden)
-            keys, values = slot.k[i][:branches, : position + tokens], slot.v[i][:branches, : position + tokens]
-            self._store(i, block.qkv(h), table, queries, keys, values, position, video_tokens, sent)
-            if only_keys and i + 1 == len(self.blocks):
-                return None
+            queries = all_queries[:count]
+            keys, values = slot.k[i][:count, : position + tokens], slot.v[i][:count, : position + tokens]
+            parts = None if sent is None else sent[:, :count]
+            self._store(i, block.qkv(h), table, queries, keys, values, position, video_tokens, parts)
+            if i + 1 == layers and only_keys:
+                return hidden, None
+            if i + 1 == layers and only_rows:
+                queries, keys, values = queries[:1, video_tokens : video_tokens + only_rows], keys[:1], values[:1]
+                hidden = hidden.view(count, own, cfg.dim)[0, run : run + only_rows].contiguous()
+                own, run, video_tokens, count, branches = only_rows, 0, 0, 1, 1
             attended = self.exchange.to_tokens(self.attention(queries, keys, values, i), video_tokens)
             h = norm(
                 block.o(self._input(attended.reshape(-1, cfg.dim), None if scales is None else scales.v[i])),
@@ -349,24 +376,34 @@ class FastDiT:
                 bias=block.norm3_bias,
             )
             query = block.cross_q(h)
-            crossed = ops.cross_attention(
-                query,
-                ops.rms_rstd(query, cfg.eps),
-                block.cross_norm_q,
-                slot.text_k[i][:branches],
-                slot.text_v[i][:branches],
-                slot.text_rows[:branches],
-                slot.text_padding[:branches],
-                slot.image_k[i],
-                slot.image_v[i],
-                tokens=own,
-                out_scale=None if self.fp8 is None else slot.cross_scale[i],
-                fp8=self.fp8,
-            )
-            heard = crossed if self.fp8 is None else Quantized(crossed, slot.cross_unscale[i, : len(crossed)])
-            h = norm(block.cross_o(heard), None, shift=mods[i, :, 3], scale=mods[i, :, 4])
+            rstd = ops.rms_rstd(query, cfg.eps)
+            if i == 0 and count < branches:
+                query, rstd, hidden = _repeated(query, branches), rstd.repeat(branches), hidden.repeat(branches, 1)
+                count = branches
+            crossed = self._cross(i, slot, query, rstd, own, count)
+            h = norm(block.cross_o(crossed), None, shift=mods[i, :, 3], scale=mods[i, :, 4])
             pending = block.down(ops.gelu_quant(block.up(h), self.fp8))
-        return pending
+        return hidden, pending
+
+    def _cross(
+        self, layer: int, slot: WindowSlot, query: Product, rstd: Tensor, tokens: int, branches: int
+    ) -> Tensor | Quantized:
+        """Cross-attention of ``branches`` times ``tokens`` rows, as the output layer takes it."""
+        crossed = ops.cross_attention(
+            query,
+            rstd,
+            self.blocks[layer].cross_norm_q,
+            slot.text_k[layer][:branches],
+            slot.text_v[layer][:branches],
+            slot.text_rows[:branches],
+            slot.text_padding[:branches],
+            slot.image_k[layer],
+            slot.image_v[layer],
+            tokens=tokens,
+            out_scale=None if self.fp8 is None else slot.cross_scale[layer],
+            fp8=self.fp8,
+        )
+        return crossed if self.fp8 is None else Quantized(crossed, slot.cross_unscale[layer, : len(crossed)])
 
     def _store(
         self,
@@ -409,6 +446,11 @@ class FastDiT:
                 self._static_scales[key] = torch.full((len(x),), 1 / scale, dtype=torch.float32, device=x.device)
             return Quantized(x, self._static_scales[key])
         return x if self.fp8 is None else ops.quantize_rows(x, self.fp8)
+
+
+def _repeated(product: Product, times: int) -> Product:
+    """The same rows for several branches."""
+    return product._replace(raw=product.raw.repeat(times, 1))
 
 
 def _peaks(values: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ class FusedPath:
                 kv_dtype=kv_dtype,
                 device=device,
                 ranks=dit.exchange.ranks,
+                first_shared=dit.share_first,
             )
         )
         self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(device, enabled=config.graphs)

@@ -13,12 +13,17 @@ def evaluation_bytes(
     Args:
         ranks: that share the evaluation. branches: guidance branches they evaluate together.
         itemsize: of the network's dtype; kv_itemsize: of what attention reads and writes.
-        with_video: the video flow is wanted.
+        with_video: the video flow is wanted; without, the last layer gives the first branch's action rows alone.
     """
-    registers = dit.num_action_per_block + dit.num_state_per_block
+    rows = dit.num_action_per_block
     run = run_length(dit, ranks, dit.num_frame_per_block)
-    layers = dit.num_layers * (_to_heads(dit, ranks, run) + _to_tokens(dit, ranks, run + registers)) * kv_itemsize
-    return branches * (layers + (_flow(dit, ranks, run) * itemsize if with_video else 0))
+    passes = _passes(dit, branches)
+    numbers = passes * _to_heads(dit, ranks, run)
+    whole = passes if with_video else passes - branches
+    numbers += whole * _to_tokens(dit, ranks, run + rows + dit.num_state_per_block)
+    if with_video:
+        return numbers * kv_itemsize + branches * _flow(dit, ranks, run) * itemsize
+    return (numbers + _to_tokens(dit, ranks, rows)) * kv_itemsize
 
 
 def prefill_bytes(
@@ -31,9 +36,16 @@ def prefill_bytes(
         plain: the plain network computes the last layer to its end and a flow, the fused step only what it keeps.
     """
     run = run_length(dit, ranks, frames)
-    back = dit.num_layers if plain else dit.num_layers - 1
-    layers = (dit.num_layers * _to_heads(dit, ranks, run) + back * _to_tokens(dit, ranks, run)) * kv_itemsize
-    return branches * (layers + (_flow(dit, ranks, run) * itemsize if plain else 0))
+    if plain:
+        layers = dit.num_layers * (_to_heads(dit, ranks, run) + _to_tokens(dit, ranks, run)) * kv_itemsize
+        return branches * (layers + _flow(dit, ranks, run) * itemsize)
+    passes = _passes(dit, branches)
+    return (passes * _to_heads(dit, ranks, run) + (passes - branches) * _to_tokens(dit, ranks, run)) * kv_itemsize
+
+
+def _passes(dit: DiTConfig, branches: int) -> int:
+    """Self-attentions of the fused step: the first layer's is the same for all branches."""
+    return branches * dit.num_layers - (branches - 1)
 
 
 def run_length(dit: DiTConfig, ranks: int, frames: int) -> int:

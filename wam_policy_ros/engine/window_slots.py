@@ -25,6 +25,7 @@ class SlotLayout:
         latent: ``(channels, frames, h, w)`` of the conditioning tensor.
         dtype: of text and image keys; kv_dtype: of the window, fp8 when attention runs in fp8.
         ranks: over which the heads of the window are spread; text and image keys are whole on each.
+        first_shared: the branches have the first layer's keys and values in common.
     """
 
     dit: DiTConfig
@@ -35,6 +36,7 @@ class SlotLayout:
     kv_dtype: torch.dtype
     device: torch.device
     ranks: int = 1
+    first_shared: bool = True
 
     @classmethod
     def of(
@@ -48,11 +50,17 @@ class SlotLayout:
         kv_dtype: torch.dtype,
         device: torch.device,
         ranks: int = 1,
+        first_shared: bool = True,
     ) -> SlotLayout:
         cached = (dit.local_attn_size - dit.num_frame_per_block) * dit.frame_seqlen
         current = dit.num_frame_per_block * dit.frame_seqlen + dit.num_action_per_block + dit.num_state_per_block
         latent = (dit.in_dim - dit.out_dim, latent_frames, *latent_hw)
-        return cls(dit, branches, cached + current, latent, dtype, kv_dtype, device, ranks)
+        return cls(dit, branches, cached + current, latent, dtype, kv_dtype, device, ranks, first_shared)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """How many branches' keys each layer holds."""
+        return (1 if self.first_shared else self.branches,) + (self.branches,) * (self.dit.num_layers - 1)
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +68,7 @@ class SlotLayout:
         wide = torch.empty((), dtype=self.dtype).element_size()
         narrow = torch.empty((), dtype=self.kv_dtype).element_size()
         d = self.dit
-        window = 2 * d.num_layers * self.branches * self.rows * (d.dim // self.ranks) * narrow
+        window = 2 * sum(self.windows) * self.rows * (d.dim // self.ranks) * narrow
         cross = 2 * d.num_layers * (self.branches * d.text_len + IMAGE_TOKENS) * d.dim * wide
         channels, frames, height, width = self.latent
         scales = 4 * d.num_layers * self.scaled_rows
@@ -80,7 +88,7 @@ class WindowSlot:
 
     Attributes:
         index: number of the slot within its pool; graphs are kept per index.
-        k, v: ``[layers, branches, rows, heads / ranks, head_dim]``, keys after rotation.
+        k, v: per layer ``[branches, rows, heads / ranks, head_dim]``, keys after rotation; see ``layout.first_shared``.
         text_k, text_v: ``[layers, branches, text_len, heads, head_dim]``; only ``text_rows`` of them are valid.
         text_rows: int32 ``[branches]``; text_padding: float32 ``[branches]``, how often the last valid row counts.
         image_k, image_v: ``[layers, 1, 257, heads, head_dim]``, the same for both branches.
@@ -96,12 +104,17 @@ class WindowSlot:
         self.layout, self.index = layout, index
         dit, device = layout.dit, layout.device
 
-        def buffer(branches: int, rows: int, dtype: torch.dtype, ranks: int = 1) -> Tensor:
+        def buffer(branches: int, rows: int, dtype: torch.dtype) -> Tensor:
             # Attention never reads a row that was not written, but fp8 GEMMs and tests may look at all of them.
-            heads = (dit.num_heads // ranks, dit.head_dim)
+            heads = (dit.num_heads, dit.head_dim)
             return torch.zeros(dit.num_layers, branches, rows, *heads, dtype=dtype, device=device)
 
-        self.k, self.v = (buffer(layout.branches, layout.rows, layout.kv_dtype, layout.ranks) for _ in range(2))
+        def window() -> tuple[Tensor, ...]:
+            heads = (dit.num_heads // layout.ranks, dit.head_dim)
+            whole = torch.zeros(sum(layout.windows), layout.rows, *heads, dtype=layout.kv_dtype, device=device)
+            return whole.split(layout.windows)
+
+        self.k, self.v = window(), window()
         self.text_k, self.text_v = (buffer(layout.branches, dit.text_len, layout.dtype) for _ in range(2))
         self.image_k, self.image_v = (buffer(1, IMAGE_TOKENS, layout.dtype) for _ in range(2))
         self.text_rows = torch.zeros(layout.branches, dtype=torch.int32, device=device)

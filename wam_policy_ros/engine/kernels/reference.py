@@ -157,7 +157,7 @@ def gelu_quant(u: Product, fp8: Fp8 | None) -> Tensor | Quantized:
 def _runs(x: Tensor, video_tokens: int, run: int) -> list[tuple[Tensor, slice]]:
     """The video of ``x [B, T, ...]`` as ``[B, ranks, run, ...]`` views with the ranks they belong to: one of the full
     runs, and one of what is left over."""
-    full, more = divmod(video_tokens, run)
+    full, more = divmod(video_tokens, run) if run else (0, 0)
     out = []
     if full:
         out.append((x[:, : full * run].unflatten(1, (full, run)), slice(0, full)))

@@ -1,8 +1,9 @@
 """Floating-point operations of every stage, counted from the configuration (DreamZero spec 9.2): 1 MAC = 2 operations.
 
-Counted is the work the published algorithm cannot avoid: what is the same in the next evaluation is counted once, what
-is thrown away (the last layer of a prefill behind its keys and values) not at all. Who does more gets a lower rate for
-it, not a higher one. Convolutions, matrix products and attention are counted, element-wise work is not.
+Counted is the work the published algorithm cannot avoid: what is the same in the next evaluation, or in both guidance
+branches (the first layer up to its cross-attention), is counted once, what is thrown away (the last layer of a prefill
+behind its keys and values, that of an evaluation for a video nobody wants) not at all. Who does more gets a lower rate
+for it, not a higher one. Convolutions, matrix products and attention are counted, element-wise work is not.
 """
 
 from __future__ import annotations
@@ -59,6 +60,23 @@ def prefill(cfg: DreamZeroConfig, frames: int, cached_tokens: int, *, whole: boo
     body = _blocks(dit, tokens, cached_tokens + tokens, dit.num_layers - 1)
     last = 2 * tokens * 2 * dit.dim**2  # keys and values of the last layer
     return DiTWork(body.linear + ends + last, body.attention, body.cross)
+
+
+def common(cfg: DreamZeroConfig, tokens: int, keys: int) -> DiTWork:
+    """Of one branch's call, what the other branch has in common: the first layer up to its cross-attention."""
+    d = cfg.dit.dim
+    return DiTWork(2 * tokens * 5 * d * d, 4 * tokens * keys * d, 0)
+
+
+def unwatched(cfg: DreamZeroConfig, cached_tokens: int) -> DiTWork:
+    """Of one evaluation, what only its video flow needs: the last layer of all tokens but the action rows, their keys
+    and values excepted, and the head."""
+    dit = cfg.dit
+    video, others = dit.num_frame_per_block * dit.frame_seqlen, dit.num_state_per_block
+    keys = cached_tokens + video + others + dit.num_action_per_block
+    layer = _blocks(dit, video + others, keys, 1)
+    kept = 2 * (video + others) * 2 * dit.dim**2
+    return DiTWork(layer.linear - kept + 2 * video * dit.dim * 4 * dit.out_dim, layer.attention, layer.cross)
 
 
 def _blocks(dit: DiTConfig, tokens: int, keys: int, layers: int) -> DiTWork:
@@ -138,13 +156,14 @@ def _vae_chunk(cfg: VAEConfig, frames: int, height: int, width: int, *, first: b
 
 
 def step_stages(cfg: DreamZeroConfig, position: int, evaluations: int, branches: int, picture: tuple[int, int],
-                *, guided_evaluations: int | None = None) -> dict[str, int]:  # fmt: skip
+                *, guided_evaluations: int | None = None, want_video: bool = True) -> dict[str, int]:  # fmt: skip
     """Operations per stage of the call at ``position`` (1 to 4) of a window, text encoding left out (once per prompt).
 
     Args:
         evaluations: of the network; guided_evaluations: how many of them run both branches (default: all).
         branches: 2 with guidance, else 1.
         picture: height and width of the mosaic.
+        want_video: somebody looks at the predicted video.
     """
     dit = cfg.dit
     block, per_frame = dit.num_frame_per_block, dit.frame_seqlen
@@ -152,11 +171,14 @@ def step_stages(cfg: DreamZeroConfig, position: int, evaluations: int, branches:
     before = 0 if position == 1 else (1 + block * (position - 2)) * per_frame
     cached = before + observed * per_frame
     guided = evaluations if guided_evaluations is None else guided_evaluations
-    runs = evaluations + (guided if branches == 2 else 0)
+    pairs = guided if branches == 2 else 0
+    tokens = block * per_frame + dit.num_action_per_block + dit.num_state_per_block
+    again = common(cfg, observed * per_frame, cached).total, pairs * common(cfg, tokens, cached + tokens).total
     out = {
-        "prefill": branches * prefill(cfg, observed, before).total,
-        "denoise": runs * evaluation(cfg, cached).total,
-    }
+        "prefill": branches * prefill(cfg, observed, before).total - (branches - 1) * again[0],
+        "denoise": (evaluations + pairs) * evaluation(cfg, cached).total - again[1]
+        - (0 if want_video else unwatched(cfg, cached).total),
+    }  # fmt: skip
     if position == 1:
         encode = vae_encode(cfg.vae, cfg.num_frames, *picture)
         return {"first_frame": encode + image_encoder(cfg.image) + image_keys(dit), **out}

@@ -207,7 +207,10 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
     guided = _guided(config, want_video=not args.no_video)
     picture = network.config.target_video_hw or (2 * policy.embodiment.view_height, 2 * policy.embodiment.view_width)
     for position, entry in row["position_s"].items():
-        work = flops.step_stages(network.config, int(position), count, branches, picture, guided_evaluations=guided)
+        work = flops.step_stages(
+            network.config, int(position), count, branches, picture, guided_evaluations=guided,
+            want_video=not args.no_video,
+        )  # fmt: skip
         entry["stage_TFLOP"] = {s: w / 1e12 for s, w in work.items()}
         entry["stage_TFLOPs"] = {
             s: w / 1e12 / entry["stages_s"][s] for s, w in work.items() if entry["stages_s"].get(s)
