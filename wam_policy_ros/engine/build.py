@@ -25,6 +25,7 @@ from .device import no_memory_is_overload, on_device
 from .parallel.ranks import Ranks
 from .policy import DreamZeroPolicy, picture_hw
 from .preflight import Platform, refuse_impossible, warnings_of
+from .recommended import recommended
 from .survey import load_tokenizer, survey
 from .weights import WeightSource
 
@@ -54,6 +55,7 @@ def build_policy(
         hash_all: let ``weights_hash`` cover every byte of the weights; the deterministic tier always does. Without, it
             does where that was computed before.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ... (``cuda`` also names AMD GPUs in PyTorch).
+        config: None: as the checkpoint recommends, else as published.
         progress: called with a text and a fraction in [0, 1]; a text that begins with ``WARNING`` is one.
 
     Raises:
@@ -61,13 +63,14 @@ def build_policy(
         CheckpointError, StatisticsError, TokenizerError: the folder cannot be used; every fault is named.
         Overloaded: the device has no memory for it.
     """
-    config = config or EngineConfig.reference()
     if bool(checkpoint) == bool(random_weights):
         raise ConfigError(
             "exactly one of checkpoint and random_weights must be given",
             got=f"checkpoint={checkpoint!r}, random_weights={random_weights!r}",
             remedy="give the checkpoint folder, or random_weights: tiny to try the machinery without weights",
         )
+    wanted = recommended(checkpoint, embodiment)
+    config = config or EngineConfig.from_dict(wanted.options)
     where = resolve_device(device)
     with on_device(where), no_memory_is_overload("the network"):
         known = warnings_of(config, Platform.of(where))
@@ -77,6 +80,9 @@ def build_policy(
         for line in policy.warnings:
             progress(WARNING + line, 1.0)
     policy.warnings[:0] = known
+    if wanted.execute_steps is not None:
+        details = {**policy.spec.details, "execute_steps": wanted.execute_steps}
+        policy.spec = dataclasses.replace(policy.spec, details=details)
     return policy
 
 

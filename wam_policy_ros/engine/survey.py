@@ -26,6 +26,8 @@ from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.errors import ModelError, TokenizerFileError
 from wam_policy_ros.model.tokenizer import UMT5Tokenizer, find_tokenizer_folder
 
+from .recommended import recommended_of
+
 Robot = tuple[Embodiment, Statistics]
 
 
@@ -179,6 +181,7 @@ def describe_robot(folder: CheckpointFolder, embodiment: str) -> tuple[Embodimen
         crop_scale=page.crop_scale if conf.crop_scale is None else conf.crop_scale,
         view_height=page.view_height if conf.view_hw is None else conf.view_hw[0],
         view_width=page.view_width if conf.view_hw is None else conf.view_hw[1],
+        frame_offsets=recommended_of(folder.metadata, page.tag).frame_offsets or page.frame_offsets,
     )
     if config is not None and config.target_video_hw is None:
         try:

@@ -73,7 +73,18 @@ class StreamSequential(nn.Sequential):
         return x
 
 
-class CausalConv3d(nn.Conv3d, TakesStream):
+class Conv3d(nn.Conv3d):
+    """PyTorch's, which leaves a float32 convolution of one clip on a CPU to a kernel that takes ten times as long."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        alone = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.shape[0] == 1
+        if alone and self.kernel_size[0] > 1 and torch.backends.mkldnn.is_available():
+            where = (list(self.padding), list(self.stride), list(self.dilation))
+            return torch.mkldnn_convolution(x, weight, bias, *where, self.groups)
+        return super()._conv_forward(x, weight, bias)
+
+
+class CausalConv3d(Conv3d, TakesStream):
     """Convolution that sees the past only: time is padded on the left, with remembered frames or zeros."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: tuple[int, int, int]) -> None:
@@ -150,7 +161,7 @@ class Downsample(nn.Module, TakesStream):
     def __init__(self, dim: int, temporal: bool) -> None:
         super().__init__()
         self.resample = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(dim, dim, 3, stride=2))
-        self.time_conv = nn.Conv3d(dim, dim, (3, 1, 1), stride=(2, 1, 1)) if temporal else None
+        self.time_conv = Conv3d(dim, dim, (3, 1, 1), stride=(2, 1, 1)) if temporal else None
 
     def forward(self, x: Tensor, stream: VAEStream) -> Tensor:
         x = _join_frames(self.resample(_split_frames(x)), batch=x.shape[0])

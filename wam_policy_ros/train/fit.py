@@ -1,0 +1,318 @@
+"""Train the DiT with its text and image encoders by flow matching, on latents of a finished VAE.
+
+Video and rows of a block share one noise level, as at inference. The levels are drawn along the shifted schedule (DreamZero
+spec 4.8); the network is given the truncated integer timestep, as at inference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wam_policy_ros.model.attention import KV, CrossKV
+from wam_policy_ros.model.dit import Block
+from wam_policy_ros.model.dreamzero import DreamZero
+
+from .footage import Footage
+from .forward import window_forward
+from .latents import Latents
+from .runlog import Budget, RunLog
+from .samples import Batch, Windows
+
+SHIFT = 5.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """
+    Attributes:
+        batch: windows per step; lr: largest learning rate; warmup: steps.
+        video_weight: of the video's loss; the rows' is 1.
+        gripper_weight: of the gripper among the eight numbers of a row.
+        state_noise: standard deviation added to the normalised state, so that it is not trusted beyond what is seen.
+        latent_noise: largest standard deviation added to the latents of observed frames.
+        forget: share of windows whose blocks see no frames but those of their own call and the window's first.
+        ema: decay of the average of the weights, which is what is exported.
+    """
+
+    batch: int = 96
+    lr: float = 1e-3
+    warmup: int = 200
+    video_weight: float = 0.2
+    gripper_weight: float = 1.0
+    state_noise: float = 0.05
+    latent_noise: float = 0.1
+    ema: float = 0.999
+    weight_decay: float = 0.01
+    report_s: float = 10.0
+    save_s: float = 120.0
+
+
+def initialise(network: DreamZero, seed: int) -> None:
+    """Starting weights of everything but the VAE: what PyTorch draws, small embeddings, an output near zero."""
+    torch.manual_seed(seed)
+    for name, module in network.named_modules():
+        if name.startswith("vae"):
+            continue
+        if isinstance(module, nn.Linear | nn.Conv3d | nn.Conv2d):
+            module.reset_parameters()
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.5)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if name.startswith("vae"):
+                continue
+            if "modulation" in name:
+                p.normal_(std=p.shape[-1] ** -0.5)
+            elif leaf == "W":
+                p.normal_(std=p.shape[1] ** -0.5)
+            elif leaf == "b" or name.endswith("log_scale"):
+                p.zero_()
+            elif leaf in ("cls_embedding", "pos_embedding") or name.endswith("visual.head"):
+                p.normal_(std=p.shape[-1] ** -0.5)
+            elif "norm" in name and leaf == "weight":
+                p.fill_(1.0)
+        for block in network.model.blocks:
+            assert isinstance(block, Block)
+            block.self_attn.o.weight.mul_(0.5)
+            block.cross_attn.o.weight.mul_(0.2)  # it has no gate
+        network.model.time_projection[1].weight.mul_(0.2)  # type: ignore[operator,union-attr]
+        network.model.head.head.weight.zero_()
+
+
+class Average:
+    """Exponential moving average of the weights."""
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self.decay, self.steps = decay, 0
+        self._live = [p for p in network.parameters() if p.requires_grad]
+        self.values = [p.detach().clone() for p in self._live]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.steps += 1
+        keep = min(self.decay, (1 + self.steps) / (10 + self.steps))
+        torch._foreach_lerp_(self.values, [p.detach() for p in self._live], 1 - keep)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange live weights and average; call again to go back."""
+        for p, value in zip(self._live, self.values, strict=True):
+            kept = p.detach().clone()
+            p.copy_(value)
+            value.copy_(kept)
+
+
+def cross_keys(network: DreamZero, ids: Tensor, mask: Tensor, prompt: Tensor, picture: Tensor) -> list[CrossKV]:
+    """Keys and values of text and image for a batch.
+
+    Args:
+        ids, mask: ``[P, text_len]`` of all prompts, on the device; prompt: ``[B]`` which one.
+        picture: ``[B, 3, H, W]`` the window's first frame.
+    """
+    used, back = torch.unique(prompt, return_inverse=True)
+    states = network.text_encoder(ids[used], mask[used])
+    states = states * mask[used][..., None]  # the padding of every prompt on its own, as one prompt alone gets it
+    texts = network.model.text_kv(states)
+    images = network.model.image_kv(network.image_encoder(picture))
+    return [CrossKV(KV(t.k[back], t.v[back]), i) for t, i in zip(texts, images, strict=True)]
+
+
+@dataclass
+class Sources:
+    """What batches are made of."""
+
+    footage: Footage
+    windows: Windows
+    latents: Latents
+
+
+def batch_loss(
+    network: DreamZero, sources: Sources, batch: Batch, recipe: Recipe, noise: torch.Generator | None, *, sigma: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of one batch and its parts.
+
+    Args:
+        noise: of the draws; None: PyTorch's own. sigma: a fixed noise level, for validation.
+    """
+    device, latents = sources.footage.device, sources.latents
+    count, blocks = batch.observed.shape
+    kind = torch.float32
+
+    def randn(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=noise, device=device, dtype=kind)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=noise, device=device)
+
+    ys = latents.conditioning(batch.anchor).to(kind)
+    first = ys[:, 4:, :1]
+    seen = latents.block[batch.observed[:, 1:]].to(kind)  # [B, K - 1, z, F, h, w]
+    observed = torch.cat([first, seen.transpose(1, 2).flatten(2, 3)], dim=2)
+    if recipe.latent_noise and sigma is None:
+        observed = observed + recipe.latent_noise * rand(count, 1, 1, 1, 1) * randn(observed)
+    target_video = latents.block[batch.following].to(kind)
+    target_rows = batch.rows
+    state = batch.state
+    if recipe.state_noise and sigma is None:
+        state = state + recipe.state_noise * randn(state)
+
+    level = rand(count, blocks) if sigma is None else torch.full((count, blocks), sigma, device=device)
+    if sigma is None:
+        level = SHIFT * level / (1 + (SHIFT - 1) * level)
+    level = level.clamp(1e-3, 0.9998)
+    timestep = (level * 1000).to(torch.int64)
+    noise_video, noise_rows = randn(target_video), randn(target_rows)
+    wide = level[:, :, None, None, None, None]
+    noisy_video = (1 - wide) * target_video + wide * noise_video
+    noisy_rows = (1 - level[..., None, None]) * target_rows + level[..., None, None] * noise_rows
+
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        picture = sources.footage.video(batch.anchor[:, None])[:, :, 0]
+        ids, mask = sources.windows.ids.to(device), sources.windows.mask.to(device)
+        cross = cross_keys(network, ids, mask, batch.prompt, picture)
+        flows = window_forward(network.model, observed, ys, cross, noisy_video, noisy_rows, state, timestep)
+    error_video = (flows.video.float() - (noise_video - target_video)).square().mean(dim=(2, 3, 4, 5))
+    error_rows = (flows.action.float() - (noise_rows - target_rows)).square()
+    weight = error_rows.new_ones(error_rows.shape[-1])
+    weight[7:] = recipe.gripper_weight
+    video = _mean(error_video, batch.has_video)
+    rows = _mean((error_rows * weight).mean(dim=(2, 3)), batch.has_rows)
+    return rows + recipe.video_weight * video, {"rows": rows.detach(), "video": video.detach()}
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    return (values * where).sum() / where.sum().clamp(min=1)
+
+
+class Trainer:
+    """One training of the DiT and its two encoders. The VAE is left alone.
+
+    Args:
+        save: called with a text when weights are worth keeping, with the average in place of the live weights.
+    """
+
+    def __init__(
+        self, network: DreamZero, sources: Sources, recipe: Recipe, log: RunLog, *, seed: int,
+        save: Callable[[str], None] = lambda why: None, validation: Sources | None = None, compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self.network, self.sources, self.recipe, self.log = network, sources, recipe, log
+        self.validation, self._save = validation, save
+        network.train().requires_grad_(True)
+        network.vae.eval().requires_grad_(False)
+        decayed = [p for n, p in self._trained() if p.ndim >= 2]
+        plain = [p for n, p in self._trained() if p.ndim < 2]
+        self.optimiser = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=recipe.lr, betas=(0.9, 0.98), fused=sources.footage.device.type == "cuda",
+        )  # fmt: skip
+        self.average = Average(network, recipe.ema)
+        self.step = 0
+        device = sources.footage.device
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self._loss = torch.compile(batch_loss) if compiled else batch_loss
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.network.named_parameters() if p.requires_grad]
+
+    def run(self, budget: Budget, *, max_steps: int | None = None) -> None:
+        """Until the budget is over. ``max_steps``: also until so many steps were made in all."""
+        recipe, device = self.recipe, self.sources.footage.device
+        told = saved = budget.spent
+        sums: dict[str, Tensor] = {}
+        since = 0
+        while not budget.over and (max_steps is None or self.step < max_steps):
+            fraction = budget.fraction if max_steps is None else max(budget.fraction, self.step / max_steps)
+            rate = recipe.lr * min(1.0, (self.step + 1) / recipe.warmup) * max(0.5 * (1 + math.cos(math.pi * fraction)), 0.01)
+            for group in self.optimiser.param_groups:
+                group["lr"] = rate
+            parts = self._one()
+            sums = {k: sums[k] + v if k in sums else v.clone() for k, v in parts.items()}
+            since += 1
+            if budget.spent - told >= recipe.report_s or budget.over or self.step == max_steps:
+                values = {k: float(v) / since for k, v in sums.items()}
+                per_s = since * recipe.batch / max(budget.spent - told, 1e-6)
+                self.log.point("dit", self.step, values | {"lr": rate, "per_s": per_s})
+                told, sums, since = budget.spent, {}, 0
+            if budget.spent - saved >= recipe.save_s:
+                saved = budget.spent
+                self.keep(f"step {self.step}")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.keep("end")
+
+    def _one(self) -> dict[str, Tensor]:
+        anchors = self.sources.windows.anchors
+        pick = torch.randint(len(anchors), (self.recipe.batch,), generator=self.generator, device=anchors.device)
+        batch = self.sources.windows.batch(anchors[pick])
+        loss, parts = self._loss(self.network, self.sources, batch, self.recipe, self.generator)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for _, p in self._trained()], 1.0)
+        self.optimiser.step()
+        self.average.update()
+        self.step += 1
+        return parts
+
+    def keep(self, why: str) -> None:
+        """Validate the averaged weights and hand them to ``save``."""
+        self.average.swap()
+        self.network.eval()
+        try:
+            if self.validation is not None:
+                self.log.point("validation", self.step, self.validate(self.validation))
+            self._save(why)
+        finally:
+            self.network.train()
+            self.network.vae.eval()
+            self.average.swap()
+
+    @torch.no_grad()
+    def validate(self, sources: Sources, count: int = 64) -> dict[str, float]:
+        """Losses at fixed noise levels on windows that are never trained on; the draws are the same every time."""
+        anchors = sources.windows.anchors
+        device = anchors.device
+        pick = torch.linspace(0, len(anchors) - 1, min(count, len(anchors))).long().to(device)
+        out: dict[str, float] = {}
+        for sigma in (0.95, 0.6):
+            generator = torch.Generator(device).manual_seed(1)
+            batch = sources.windows.batch(anchors[pick])
+            parts = batch_loss(self.network, sources, batch, self.recipe, generator, sigma=sigma)[1]
+            out |= {f"{k}_{sigma}": float(v) for k, v in parts.items()}
+        return out
+
+    # -- going on later ------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "network": self.network.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "average": self.average.values,
+            "average_steps": self.average.steps,
+            "step": self.step,
+            "generator": self.generator.get_state(),
+            "recipe": dataclasses.asdict(self.recipe),
+            "saved_at": time.time(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.network.load_state_dict(state["network"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        for value, stored in zip(self.average.values, state["average"], strict=True):
+            value.copy_(stored)
+        self.average.steps, self.step = state["average_steps"], state["step"]
+        self.generator.set_state(state["generator"].cpu())

@@ -1,0 +1,69 @@
+"""Latents of all frames, computed once: the VAE does not change while the rest is trained."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wam_policy_ros.model.vae import VideoVAE
+
+from .footage import Footage
+from .preset import BLOCK
+
+
+@dataclass(frozen=True)
+class Latents:
+    """By frame number of the footage.
+
+    Attributes:
+        block: ``[frames, z, 2, h, w]``: the latents of a call whose newest frame it is. Garbage for the first frames of
+            an episode, before which there is no call.
+        first: ``[A, z, 3, h, w]``: the frame followed by grey, for anchors only; slot: int64 ``[frames]``, where in
+            ``first`` a frame's is, -1 for frames that are no anchors.
+    """
+
+    block: Tensor
+    first: Tensor
+    slot: Tensor
+
+    def conditioning(self, anchor: Tensor) -> Tensor:
+        """``ys`` of windows that start at ``anchor`` ``[B]``: mask and latents ``[B, 4 + z, 3, h, w]``."""
+        latents = self.first[self.slot[anchor]]
+        mask = latents.new_zeros(len(latents), 4, *latents.shape[2:])
+        mask[:, :, 0] = 1
+        return torch.cat([mask, latents], dim=1)
+
+
+@torch.no_grad()
+def encode_all(
+    vae: VideoVAE, footage: Footage, anchors: Tensor, *, batch: int, dtype: torch.dtype, until: float | None = None
+) -> Latents:
+    """
+    Args:
+        anchors: frames at which a window may start.
+        dtype: of the result and, on a GPU, of the computation.
+        until: ``time.monotonic()`` after which TimeoutError is raised.
+    """
+    device = footage.device
+    factor = vae.config.spatial_factor
+    size = (2 * footage.preset.view_height // factor, 2 * footage.preset.view_width // factor)
+    z = vae.config.z_dim
+    block = torch.zeros(footage.frames, z, BLOCK, *size, dtype=dtype, device=device)
+    first = torch.zeros(len(anchors), z, 1 + BLOCK, *size, dtype=dtype, device=device)
+    slot = torch.full((footage.frames,), -1, dtype=torch.int64, device=device)
+    slot[anchors] = torch.arange(len(anchors), device=device)
+
+    def encode(clip: Tensor) -> Tensor:
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError("encoding the footage took too long")
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return vae.encode(clip).to(dtype)
+
+    for part in footage.observable().to(device).split(batch):
+        block[part] = encode(footage.observed_clip(part))[:, :, -BLOCK:]
+    for part in torch.arange(len(anchors), device=device).split(batch):
+        first[part] = encode(footage.first_clip(anchors[part]))
+    return Latents(block, first, slot)

@@ -1,0 +1,282 @@
+"""Everything in one go, by the clock: demonstrations, VAE, latents, DiT, checkpoint, evaluation.
+
+Each stage has a share of the time and leaves what it made in the folder, so that a later call goes on from there. While
+the VAE is trained the simulator keeps adding episodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wam_policy_ros.contract.normalization import Statistics
+from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.tokenizer import UMT5Tokenizer
+from wam_policy_ros.model.vae import VideoVAE
+
+from .bundle import write_bundle
+from .conv_forms import apply_form
+from .episodes import read_shard, shards
+from .errors import DataError, TrainError
+from .evaluate import Rollouts, evaluate, write_summary
+from .export import export
+from .fit import Recipe, Sources, Trainer, initialise
+from .fit_vae import VAERecipe, fit_vae, latent_statistics_of, new_vae, reconstruction
+from .footage import Footage
+from .generate import EVALUATION_SEEDS, TRAINING_SEEDS, Demonstrations, Generator
+from .latents import encode_all
+from .preset import PRESETS
+from .runlog import Budget, RunLog, draw_curves
+from .samples import Windows, statistics_of
+from .vocabulary import write_tokenizer
+
+VALIDATE_EVERY = 32
+"""Of so many shards one is for validation only."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Attributes:
+        minutes: of wall-clock time for everything.
+        data_share: of it, until the VAE begins; vae_share, fit_share: of these stages; the rest is evaluation.
+        episodes: no more than these; None: as many as there is time for.
+        start: a checkpoint to go on from instead of a new network (its VAE stays as it is).
+        bundle: folder for the result in a few files of bounded size, written at every save.
+        max_steps: of either training, for tests.
+    """
+
+    preset: str = "mug"
+    minutes: float = 9.6
+    workers: int = 2
+    device: str = "auto"
+    seed: int = 0
+    first_seed: int = TRAINING_SEEDS
+    tasks: tuple[str, ...] = Demonstrations.tasks
+    episodes: int | None = None
+    data_share: float = 0.08
+    vae_share: float = 0.20
+    latents_share: float = 0.10
+    fit_share: float = 0.50
+    evaluation_seeds: int = 100
+    start: str | None = None
+    extra_data: tuple[str, ...] = ()
+    bundle: str | None = None
+    compiled: bool = False
+    max_steps: int | None = None
+    vae: VAERecipe = field(default_factory=VAERecipe)
+    recipe: Recipe = field(default_factory=Recipe)
+
+
+class Run:
+    """One training in a folder.
+
+    Files: ``data/`` shards, ``vae.pt``, ``trainer.pt``, ``statistics.json``, ``checkpoint/``, ``evaluation.json``,
+    ``log.txt``, ``curves.jsonl``, ``curves.png``, ``plan.json``.
+    """
+
+    def __init__(self, out: Path, plan: Plan) -> None:
+        self.out, self.plan = out, plan
+        self.preset = PRESETS[plan.preset]
+        self.log = RunLog(out)
+        self.clock = Budget(60 * plan.minutes)
+        name = plan.device if plan.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(name)
+        self.version = 0
+        self.footage = Footage(self.preset, self.device)
+        self.held_out = Footage(self.preset, self.device)
+        self._loaded: set[Path] = set()
+        self.statistics: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+            torch.backends.cudnn.benchmark = True
+        (out / "plan.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1), encoding="utf-8")
+
+    # -- stages -------------------------------------------------------------------------------------------------
+
+    def everything(self) -> dict[str, Any]:
+        """All stages; the report of the evaluation."""
+        plan, clock = self.plan, self.clock
+        say = self.log.line
+        say(f"{self.preset.name} on {self.device}, {plan.minutes:g} minutes, {plan.workers} simulators")
+        what = Demonstrations(plan.preset, tasks=plan.tasks)
+        count = None if plan.episodes is None else -(-plan.episodes // what.per_shard)
+        generator = Generator(
+            self.out / "data", what, workers=plan.workers, first_seed=plan.first_seed, count=count
+        )
+        try:
+            self._wait_for_data(generator, clock.seconds * plan.data_share)
+            vae = self._vae(generator, clock.seconds * (plan.data_share + plan.vae_share))
+        finally:
+            made = generator.stop()
+        self._load_new()
+        say(f"data: {made.episodes} episodes made now ({made.dropped} dropped), {len(self.footage.episodes)} for training, "
+            f"{len(self.held_out.episodes)} for validation, {self.footage.frames} frames")  # fmt: skip
+        for line in generator.errors[:3]:
+            say(f"a simulator ended: {line}")
+        network, sources, validation = self._sources(vae)
+        self._fit(network, sources, validation, clock.seconds * (1 - self._evaluation_share))
+        del network, sources, validation
+        self.footage = self.held_out = Footage(self.preset, self.device)
+        return self._evaluate()
+
+    @property
+    def _evaluation_share(self) -> float:
+        plan = self.plan
+        return max(0.0, 1 - plan.data_share - plan.vae_share - plan.latents_share - plan.fit_share)
+
+    def _wait_for_data(self, generator: Generator, until_s: float) -> None:
+        enough = 4 if self.plan.max_steps is not None else 100
+        while generator.running and self.clock.spent < until_s:
+            time.sleep(0.2)
+            self._load_new()
+        # Later than planned rather than with next to nothing; the held-out shard may be the only one yet.
+        while generator.running and len(self.footage.episodes) < enough and not self.clock.over:
+            time.sleep(0.5)
+            self._load_new()
+        generator.poll()
+        self._load_new()
+        if generator.errors and not self.footage.episodes:
+            raise DataError("the simulator does not run", got=generator.errors[0])
+        self.log.line(f"data so far: {generator.progress}, {self.footage.frames} frames")
+
+    def _load_new(self) -> None:
+        places = [self.out / "data", *(Path(p) for p in self.plan.extra_data)]
+        for path in (p for place in places for p in shards(place)):
+            if path in self._loaded:
+                continue
+            self._loaded.add(path)
+            number = int("".join(c for c in path.stem if c.isdigit()) or 0) // Demonstrations.per_shard
+            target = self.held_out if number % VALIDATE_EVERY == 1 else self.footage
+            target.add(read_shard(path))
+
+    def _vae(self, generator: Generator, until_s: float) -> VideoVAE:
+        plan, config = self.plan, self.preset.network().vae
+        vae = new_vae(config, plan.seed, self.device)
+        stored = self.out / "vae.pt"
+        if plan.start is not None and not stored.exists():
+            self._wait_until(until_s, generator)
+            return self._given().vae.to(self.device)
+        if stored.exists():
+            vae.load_state_dict(torch.load(stored, map_location=self.device, weights_only=True))
+            self.log.line("VAE: taken from an earlier run")
+            self._wait_until(until_s, generator)
+            return vae.eval().requires_grad_(False)
+        if not len(self.footage.observable()):
+            raise DataError("no episode is long enough to train on", got=f"{len(self.footage.episodes)} episodes")
+        budget = Budget(max(1.0, until_s - self.clock.spent))
+        fit_vae(vae, self.footage, plan.vae, budget, self.log, seed=plan.seed, more=self._load_new,
+                max_steps=plan.max_steps, compiled=plan.compiled)  # fmt: skip
+        torch.save(vae.state_dict(), stored)
+        return vae
+
+    def _wait_until(self, until_s: float, generator: Generator) -> None:
+        while generator.running and self.clock.spent < until_s:
+            time.sleep(0.5)
+
+    def _given(self) -> DreamZero:
+        from wam_policy_ros.model.checkpoint import load_weights, read_folder
+
+        assert self.plan.start is not None
+        return load_weights(
+            read_folder(self.plan.start), device=self.device, dtype=torch.float32, progress=lambda text, share: None
+        )
+
+    def _sources(self, vae: VideoVAE) -> tuple[DreamZero, Sources, Sources | None]:
+        plan, preset = self.plan, self.preset
+        apply_form(vae, "plain")
+        if plan.start is not None:
+            network = self._given()
+            entry = json.loads((Path(plan.start) / "experiment_cfg" / "metadata.json").read_text())
+            self.statistics = entry[preset.embodiment.tag]["statistics"]
+        else:
+            mean, std = latent_statistics_of(vae, self.footage, seed=plan.seed)
+            config = type(preset.network()).from_config_json(preset.config_json(mean, std))
+            network = DreamZero(config).to(self.device)
+            initialise(network, plan.seed)
+            network.vae.load_state_dict(vae.state_dict())
+            self.statistics = statistics_of(self.footage.episodes)
+        (self.out / "statistics.json").write_text(json.dumps(self.statistics), encoding="utf-8")
+        network.vae.eval().requires_grad_(False)
+        if self.held_out.episodes:
+            pick = self.held_out.observable()
+            _, error = reconstruction(network.vae, self.held_out, pick[:: max(1, len(pick) // 32)][:32])
+            self.log.line(f"VAE: mean absolute error {error:.4f} of the range [-1, 1] on unseen clips")
+        begin = self.clock.spent
+        sources = self._encoded(network, self.footage)
+        validation = self._encoded(network, self.held_out) if self.held_out.episodes else None
+        self.log.line(f"latents: {len(sources.windows.anchors)} windows in {self.clock.spent - begin:.1f} s")
+        return network, sources, validation
+
+    def _encoded(self, network: DreamZero, footage: Footage) -> Sources:
+        metadata, page = self.preset.metadata(self.statistics), self.preset.embodiment
+        statistics = Statistics.from_metadata(metadata, page.tag, state=page.state, action=page.action)
+        folder = self.out / "tokenizer"
+        write_tokenizer(folder)
+        tokens = UMT5Tokenizer.from_folder(folder, self.preset.text_len, vocab_size=network.config.text.vocab)
+        windows = Windows(footage, self.preset, statistics, tokens, every=2)
+        cuda = self.device.type == "cuda"
+        latents = encode_all(
+            network.vae, footage, windows.anchors, batch=64 if cuda else 8, dtype=torch.bfloat16 if cuda else torch.float32
+        )
+        return Sources(footage, windows, latents)
+
+    def _fit(self, network: DreamZero, sources: Sources, validation: Sources | None, until_s: float) -> None:
+        plan = self.plan
+        trainer = Trainer(
+            network, sources, plan.recipe, self.log, seed=plan.seed, save=lambda why: self._save(network, why),
+            validation=validation, compiled=plan.compiled,
+        )  # fmt: skip
+        stored = self.out / "trainer.pt"
+        spent = 0.0
+        if stored.exists():
+            state = torch.load(stored, map_location=self.device, weights_only=False)
+            trainer.restore(state)
+            self.log.line(f"training goes on at step {trainer.step}")
+        self._trainer = trainer
+        trainer.run(Budget(max(1.0, until_s - self.clock.spent), spent), max_steps=plan.max_steps)
+        torch.save(trainer.state(), stored)
+
+    def _save(self, network: DreamZero, why: str) -> None:
+        episodes = len(self.footage.episodes)
+        about = {"episodes": episodes, "tasks": [t.removeprefix("lift_").replace("_", " ") for t in self.plan.tasks],
+                 "more": f"Seed {self.plan.seed}, {self._trainer.step} steps."}  # fmt: skip
+        export(network, self.preset, self.statistics, self.out / "checkpoint", about=about)
+        self.bundle()
+        self.log.line(f"saved: {why}")
+
+    def bundle(self) -> None:
+        if self.plan.bundle is None:
+            return
+        self.version += 1
+        draw_curves(self.out)
+        beside = [self.out / n for n in ("log.txt", "curves.jsonl", "curves.png", "evaluation.json")]
+        write_bundle(Path(self.plan.bundle), self.preset.name, self.version, self.out / "checkpoint", beside)
+
+    def _evaluate(self) -> dict[str, Any]:
+        plan, left = self.plan, self.clock.seconds - self.clock.spent
+        if not (self.out / "checkpoint").is_dir():
+            raise TrainError("no checkpoint was written; there was not enough time", got=f"{plan.minutes} minutes")
+        draw_curves(self.out)
+        if plan.evaluation_seeds < 1 or left < 10:
+            self.log.line("no time for an evaluation")
+            self.bundle()
+            return {}
+        what = Rollouts(str(self.out / "checkpoint"), plan.preset, tasks=plan.tasks)
+        seeds = list(EVALUATION_SEEDS)[: plan.evaluation_seeds]
+        outcomes, errors = evaluate(what, seeds, workers=plan.workers, seconds=left - 5)
+        report = write_summary(self.out / "evaluation.json", outcomes, what)
+        self.log.line(
+            f"evaluation: {report['success']} of {report['episodes']} unseen seeds (of {len(seeds)} planned), 95 % interval "
+            f"{report['interval_95']}, by task {report['by_task']}, a call {report['call_s_p50']} s on one thread"
+        )
+        for line in errors[:3]:
+            self.log.line(f"a simulator ended: {line}")
+        self.bundle()
+        return report
