@@ -38,6 +38,8 @@ REPLAY = ["rosbags>=0.10"]
 KERNELS = ["triton>=3.6,<3.10; platform_system == 'Linux'"]
 # 3.3 has MjSpec as it is used here. Pictures need an OpenGL library of the system, Mesa's EGL for instance.
 SIM = ["mujoco>=3.3.7,<5"]
+# Records and trains in the simulator; pyarrow writes LeRobot data sets.
+TRAIN = [*ENGINE, *SIM, *REPORT, "pyarrow>=14"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
 setup(
@@ -60,8 +62,9 @@ setup(
         "ros-kilted": ROS_KILTED + VISION,
         "replay": REPLAY + VISION,
         "sim": SIM,
+        "train": TRAIN,
         "test": TEST,
-        "dev": TEST + ENGINE + KERNELS + SERVE + REPORT + REPLAY + SIM + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
+        "dev": TEST + KERNELS + SERVE + REPLAY + TRAIN + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
     },
     zip_safe=False,
     data_files=[

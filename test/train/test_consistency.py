@@ -1,4 +1,4 @@
-"""What the network is trained on is what it is given when it runs: played in the simulator, compared tensor by tensor."""
+"""What the network is trained on is what it is given when it runs: played in the simulator, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wam_policy_ros.train.samples import Windows, normalised_rows, normalised_st
 from wam_policy_ros.train.vocabulary import write_tokenizer
 
 pytest.importorskip("mujoco")
-from wam_policy_ros.train import generate  # noqa: E402  before OpenGL, see there
+from wam_policy_ros.train import generate
 
 SEED = 10_001
 

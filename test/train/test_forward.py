@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from wam_policy_ros.contract.interface import ResetReason
+from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.encode import FirstFrame, Prompt
 from wam_policy_ros.engine.plain_path import PlainPath
-from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.sampler import conditioning_slice, evaluate
-from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.engine.session import WindowState
 from wam_policy_ros.model.attention import CrossKV
 from wam_policy_ros.model.dreamzero import DreamZero
@@ -46,7 +46,9 @@ def _trained(network: DreamZero, x: dict[str, torch.Tensor]) -> tuple[torch.Tens
     return flows.video, flows.action
 
 
-def _inferred(network: DreamZero, x: dict[str, torch.Tensor], row: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _inferred(
+    network: DreamZero, x: dict[str, torch.Tensor], row: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Call by call through the engine's plain path: prefill what was observed, then one evaluation per block."""
     path, dit, frames = PlainPath(network, EngineConfig(guidance_scale=1.0)), network.model, 2
     one = {n: t[row : row + 1] for n, t in x.items()}

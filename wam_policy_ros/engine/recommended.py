@@ -53,15 +53,23 @@ def recommended_of(metadata: Mapping[str, Any] | None, tag: str) -> Recommended:
         return Recommended()
     known = {f.name for f in dataclasses.fields(Recommended)}
     if not isinstance(block, Mapping) or set(block) - known:
-        raise CheckpointError("metadata.json: inference is unusable", got=repr(block)[:120], expected=f"{sorted(known)}")
+        raise CheckpointError(
+            "metadata.json: inference is unusable", got=repr(block)[:120], expected=f"{sorted(known)}"
+        )
     offsets = block.get("frame_offsets")
     if offsets is not None:
         rising = isinstance(offsets, list) and all(type(o) is int for o in offsets) and sorted(set(offsets)) == offsets
         if not rising or not offsets or offsets[-1] != 0:
             raise CheckpointError(
-                "metadata.json: frame_offsets are unusable", got=repr(offsets), expected="rising integers that end with 0"
+                "metadata.json: frame_offsets are unusable",
+                got=repr(offsets),
+                expected="rising integers that end with 0",
             )
-    for name, kinds, least in (("execute_steps", (int,), 1), ("evaluations", (int,), 1), ("guidance_scale", (int, float), 0)):
+    for name, kinds, least in (
+        ("execute_steps", (int,), 1),
+        ("evaluations", (int,), 1),
+        ("guidance_scale", (int, float), 0),
+    ):
         value = block.get(name)
         if value is not None and (type(value) not in kinds or value < least):
             raise CheckpointError(f"metadata.json: {name} is unusable", got=repr(value), expected=f"at least {least}")

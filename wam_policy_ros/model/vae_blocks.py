@@ -79,8 +79,8 @@ class Conv3d(nn.Conv3d):
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         alone = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.shape[0] == 1
         if alone and self.kernel_size[0] > 1 and torch.backends.mkldnn.is_available():
-            where = (list(self.padding), list(self.stride), list(self.dilation))
-            return torch.mkldnn_convolution(x, weight, bias, *where, self.groups)
+            padding = [int(p) for p in self.padding]
+            return torch.mkldnn_convolution(x, weight, bias, padding, self.stride, self.dilation, self.groups)
         return super()._conv_forward(x, weight, bias)
 
 

@@ -14,6 +14,7 @@ _EXTRAS = {"torch": "engine", "safetensors": "engine", "ftfy": "engine", "tokeni
     "cv2": "vision",
     "matplotlib": "demo",
     "mujoco": "sim",
+    "pyarrow": "train",
     "rclpy": "ros-kilted",
     "msgpack": "serve",
     "websockets": "serve",

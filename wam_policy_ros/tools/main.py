@@ -20,6 +20,8 @@ COMMANDS = {
     "serve": "answer OpenPI clients, without ROS",
     "golden": "compare the engine with recorded reference runs",
     "quantize": "write an FP8 checkpoint, which loads in seconds",
+    "train": "make a small network that lifts things in the simulator: all, dagger, eval",
+    "data": "record the scripted expert in the simulator as a LeRobot data set",
     "bench": "measure: step, and what else wam bench --help lists",
 }
 

@@ -22,7 +22,7 @@ def write_bundle(place: Path, name: str, version: int, folder: Path, beside: Ite
         tar.add(folder, arcname=folder.name)
     whole = buffer.getvalue()
     parts = []
-    for k in range(0, max(1, -(-len(whole) // PART_BYTES))):
+    for k in range(max(1, -(-len(whole) // PART_BYTES))):
         path = place / f"{name}-v{version}.tar.{k}"
         _replace(path, whole[k * PART_BYTES : (k + 1) * PART_BYTES])
         parts.append(path)

@@ -15,14 +15,16 @@ FORMS = ("plain", "channels_last", "planes")
 
 
 def stacked(conv: nn.Conv3d) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """A convolution over time and plane as one over the plane, with the frames of its reach side by side in channels."""
+    """A convolution over time and plane as one over the plane, with the frames of its reach in its channels."""
     reach, padding = conv.kernel_size[0], conv.padding[1:]
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         batch, _, frames, height, width = x.shape
         count = frames - reach + 1
         side = torch.cat([x[:, :, k : k + count] for k in range(reach)], dim=1)
-        flat = side.transpose(1, 2).reshape(batch * count, -1, height, width).contiguous(memory_format=torch.channels_last)
+        flat = (
+            side.transpose(1, 2).reshape(batch * count, -1, height, width).contiguous(memory_format=torch.channels_last)
+        )
         out = F.conv2d(flat, weight.transpose(1, 2).flatten(1, 2), bias, padding=padding)  # type: ignore[arg-type]
         return out.unflatten(0, (batch, count)).transpose(1, 2)
 
@@ -57,5 +59,9 @@ def fastest_form(vae: nn.Module, work: Callable[[], object], say: Callable[[str]
             say(f"VAE convolutions, {form}: {str(error).splitlines()[0]}")
     best = min(seconds, key=lambda f: seconds[f])
     apply_form(vae, best)
-    say("VAE convolutions, seconds per step: " + ", ".join(f"{f} {s:.3f}" for f, s in seconds.items()) + f"; taken: {best}")
+    say(
+        "VAE convolutions, seconds per step: "
+        + ", ".join(f"{f} {s:.3f}" for f, s in seconds.items())
+        + f"; taken: {best}"
+    )
     return best

@@ -1,4 +1,4 @@
-"""Recorded episodes: what was seen, where the robot was, what the expert would have done. In files that need no decoding.
+"""Recorded episodes: what was seen, where the robot was, what the expert would do. In files without compression.
 
 A shard is one ``.npz`` file of a few episodes, uncompressed, written under another name and renamed when complete: a
 folder of shards can be read while it is being written.
@@ -92,7 +92,7 @@ def write_shard(folder: Path, name: str, episodes: Sequence[Episode]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path, partial = folder / f"{name}.npz", folder / f".{name}.{os.getpid()}.partial"
     with partial.open("wb") as f:
-        np.savez(f, header=header, **arrays)
+        np.savez(f, header=header, **arrays)  # type: ignore[arg-type]
     partial.rename(path)
     return path
 

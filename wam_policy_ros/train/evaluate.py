@@ -26,7 +26,7 @@ from wam_policy_ros.sim.tasks import TASKS
 from wam_policy_ros.sim.world import World
 
 from .episodes import Episode
-from .generate import choose_task, shrink, state_of
+from .generate import ShardWriter, choose_task, shrink, state_of
 from .preset import PRESETS
 from .rollout import Outcome, roll_out
 
@@ -75,11 +75,18 @@ class Player:
         task, words = choose_task(seed, self.what.tasks)
         change = (lambda f: {n: np.full_like(v, 127) for n, v in f.items()}) if self.what.blind else (lambda f: f)
         return roll_out(
-            self.world, self.policy, seed, task, words, execute=self.execute, max_ticks=self.what.max_ticks, change=change
+            self.world,
+            self.policy,
+            seed,
+            task,
+            words,
+            execute=self.execute,
+            max_ticks=self.what.max_ticks,
+            change=change,
         )
 
 
-class Follower(Player):
+class Follower(Player, ShardWriter):
     """Plays a policy and has the expert say at every few ticks what it would have done (DAgger)."""
 
     def __init__(self, what: Rollouts) -> None:
@@ -88,7 +95,10 @@ class Follower(Player):
 
     def __call__(self, seed: int) -> Episode:
         preset, task_words = self.preset, choose_task(seed, self.what.tasks)
-        views, states, actions, labels = [], [], [], []
+        views: list[Any] = []
+        states: list[Any] = []
+        actions: list[Any] = []
+        labels: list[Any] = []
         nothing = np.full((preset.horizon, 8), np.nan, np.float32)
 
         def on_tick(frame: Any, row: Any) -> None:
@@ -101,7 +111,13 @@ class Follower(Player):
             labels.append(self.expert.label(self.world, preset.horizon).astype(np.float32) if known else nothing)
 
         outcome = roll_out(
-            self.world, self.policy, seed, *task_words, execute=self.execute, max_ticks=self.what.max_ticks, on_tick=on_tick
+            self.world,
+            self.policy,
+            seed,
+            *task_words,
+            execute=self.execute,
+            max_ticks=self.what.max_ticks,
+            on_tick=on_tick,
         )
         states.append(state_of(self.world.observe(images=False)))
         labels.append(nothing)
@@ -183,7 +199,9 @@ def summary(outcomes: Sequence[Outcome], what: Rollouts) -> dict[str, Any]:
         "episodes": len(outcomes),
         "success": len(hits),
         "interval_95": [round(low, 3), round(high, 3)],
-        "by_task": {t: [sum(o.success for o in outcomes if o.task == t), sum(o.task == t for o in outcomes)] for t in tasks},
+        "by_task": {
+            t: [sum(o.success for o in outcomes if o.task == t), sum(o.task == t for o in outcomes)] for t in tasks
+        },
         "failed_seeds": [o.seed for o in outcomes if not o.success],
         "ticks_of_successes": round(float(np.mean([o.ticks for o in hits])), 1) if hits else None,
         "call_s_p50": round(float(np.median(calls)), 4) if len(calls) else None,

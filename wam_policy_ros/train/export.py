@@ -38,7 +38,13 @@ simulator. It exists so that the package can be tried, end to end, on a laptop.
 
 
 def export(
-    network: DreamZero, preset: Preset, statistics: Mapping[str, Any], out: Path, *, about: Mapping[str, Any], shards: int = 2
+    network: DreamZero,
+    preset: Preset,
+    statistics: Mapping[str, Any],
+    out: Path,
+    *,
+    about: Mapping[str, Any],
+    shards: int = 2,
 ) -> Path:
     """Write the folder ``out``; an older one of that name is replaced once the new one is complete.
 

@@ -1,7 +1,7 @@
 """Train the DiT with its text and image encoders by flow matching, on latents of a finished VAE.
 
-Video and rows of a block share one noise level, as at inference. The levels are drawn along the shifted schedule (DreamZero
-spec 4.8); the network is given the truncated integer timestep, as at inference.
+Video and rows of a block share one noise level, as at inference. The levels are drawn along the shifted schedule
+(DreamZero spec 4.8); the network is given the truncated integer timestep, as at inference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Recipe:
     """
 
     batch: int = 96
-    lr: float = 1e-3
+    lr: float = 7e-4
     warmup: int = 200
     video_weight: float = 0.2
     gripper_weight: float = 1.0
@@ -142,7 +142,13 @@ class Sources:
 
 
 def batch_loss(
-    network: DreamZero, sources: Sources, batch: Batch, recipe: Recipe, noise: torch.Generator | None, *, sigma: float | None = None
+    network: DreamZero,
+    sources: Sources,
+    batch: Batch,
+    recipe: Recipe,
+    noise: torch.Generator | None,
+    *,
+    sigma: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one batch and its parts.
 
@@ -237,7 +243,11 @@ class Trainer:
         since = 0
         while not budget.over and (max_steps is None or self.step < max_steps):
             fraction = budget.fraction if max_steps is None else max(budget.fraction, self.step / max_steps)
-            rate = recipe.lr * min(1.0, (self.step + 1) / recipe.warmup) * max(0.5 * (1 + math.cos(math.pi * fraction)), 0.01)
+            rate = (
+                recipe.lr
+                * min(1.0, (self.step + 1) / recipe.warmup)
+                * max(0.5 * (1 + math.cos(math.pi * fraction)), 0.01)
+            )
             for group in self.optimiser.param_groups:
                 group["lr"] = rate
             parts = self._one()

@@ -1,4 +1,4 @@
-"""Train the video VAE on the clips that inference encodes: held frames, each twice, and first frames followed by grey."""
+"""Train the video VAE on the clips that inference encodes: observed frames twice each, and first frames before grey."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ class VAERecipe:
 
 def new_vae(config: VAEConfig, seed: int, device: torch.device) -> VideoVAE:
     torch.manual_seed(seed)
-    return VideoVAE(config).to(device)
+    vae = VideoVAE(config)
+    with torch.no_grad():
+        bias = vae.model.conv1.bias
+        assert bias is not None
+        bias[config.z_dim :] = -6.0  # little noise on the latents at first
+    return vae.to(device)
 
 
 def fit_vae(
@@ -53,8 +58,8 @@ def fit_vae(
     more: Callable[[], None] = lambda: None,
     max_steps: int | None = None,
     compiled: bool = False,
-) -> None:
-    """Until the budget is over or ``max_steps`` are done.
+) -> str:
+    """Until the budget is over or ``max_steps`` are done; the form of convolution that was fastest here.
 
     Args:
         more: called now and then; may add episodes to the footage.
@@ -80,8 +85,7 @@ def fit_vae(
         optimiser.step()
         return parts
 
-    if cuda:
-        fastest_form(vae, one, log.line)
+    form = fastest_form(vae, one, log.line) if cuda else "plain"
     while not budget.over and (max_steps is None or step < max_steps):
         if budget.spent - check > 5.0:
             check = budget.spent
@@ -96,8 +100,11 @@ def fit_vae(
         step += 1
         if budget.spent - told > recipe.report_s or step == max_steps:
             told = budget.spent
-            log.point("vae", step, {k: float(v) for k, v in parts.items()} | {"per_s": step * recipe.batch / budget.spent})
+            log.point(
+                "vae", step, {k: float(v) for k, v in parts.items()} | {"per_s": step * recipe.batch / budget.spent}
+            )
     vae.eval().requires_grad_(False)
+    return form
 
 
 def _clips(footage: Footage, pool: Tensor, recipe: VAERecipe, generator: torch.Generator) -> Tensor:
@@ -109,7 +116,7 @@ def _clips(footage: Footage, pool: Tensor, recipe: VAERecipe, generator: torch.G
 def _loss(
     vae: VideoVAE, clip: Tensor, average: Tensor, recipe: VAERecipe, from_second: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``from_second``: decode without the first latent, as a predicted block is shown behind the newest observed one."""
+    """``from_second``: decode without the first latent, as a predicted block is shown behind an observed one."""
     frames = clip.shape[2]
     moments = _encode(vae, clip)
     mean, log_variance = moments.float().chunk(2, dim=1)

@@ -49,10 +49,18 @@ class Footage:
             self._buffer = grown
         for e in episodes:
             count = len(e.views)
-            self._buffer[self.frames : self.frames + count] = torch.from_numpy(np.ascontiguousarray(e.views)).to(self.device)
+            self._buffer[self.frames : self.frames + count] = torch.from_numpy(np.ascontiguousarray(e.views)).to(
+                self.device
+            )
             self.episodes.append(Episode(**{**vars(e), "views": np.empty((count, 0), np.uint8)}))
             self.first.append(self.frames)
             self.frames += count
+
+    def keep_first(self, episodes: int) -> None:
+        """Forget all episodes after so many."""
+        if episodes < len(self.episodes):
+            self.frames = self.first[episodes]
+            del self.episodes[episodes:], self.first[episodes:]
 
     def video(self, frames: Tensor) -> Tensor:
         """int64 ``[B, T]`` frame numbers -> ``[B, 3, T, H, W]``."""

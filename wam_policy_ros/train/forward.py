@@ -3,7 +3,7 @@
 At inference a window is built call by call: observed frames are written into the cache at timestep 0, then the next
 block is denoised, looking at the cache and at itself (DreamZero spec 2.5 and 3.3). Here all blocks of a window are
 computed together from the same observed frames (teacher forcing). The pattern is the one of inference, also for the
-state token, which looks at everything its block looks at. Only modules of the network are used; a test compares the two.
+state token, which looks at everything its block looks at. Only modules of the network are used; a test compares both.
 
 Shapes: B windows, K blocks, F = 2 frames of a block, S tokens of a frame, N rows, h x w latent pixels.
 """
@@ -72,7 +72,11 @@ def window_forward(
     past = _Segment(clean, e6_clean, _table([dit.rotary_table(0, starts[-1], *size, registers=False)]))
 
     # Noisy blocks: rows and state follow the video of their block.
-    noisy = _patches(dit, video.flatten(0, 1), torch.cat([conditioning_slice(ys, s, frames)[:, None] for s in starts], 1).flatten(0, 1))
+    noisy = _patches(
+        dit,
+        video.flatten(0, 1),
+        torch.cat([conditioning_slice(ys, s, frames)[:, None] for s in starts], 1).flatten(0, 1),
+    )
     times = timestep.flatten()[:, None].expand(-1, cfg.num_action_per_block)
     rows = dit.action_encoder(action.flatten(0, 1), times)
     registers = dit.state_encoder(state.flatten(0, 1))
@@ -128,7 +132,15 @@ def _project(attention: SelfAttention, x: Tensor, table: Rotary) -> tuple[Tensor
 
 
 def _layer(
-    block: Block, past: _Segment, now: _Segment, cross: CrossKV, starts: list[int], frames: int, tokens: int, *, last: bool
+    block: Block,
+    past: _Segment,
+    now: _Segment,
+    cross: CrossKV,
+    starts: list[int],
+    frames: int,
+    tokens: int,
+    *,
+    last: bool,
 ) -> tuple[_Segment, _Segment]:
     """One block of the network over both segments; of the last one only the noisy blocks are wanted."""
     # [., G, 1, dim] each: one timestep per group.
@@ -141,13 +153,17 @@ def _layer(
     keys, values = kept[1][:, 0], kept[2][:, 0]  # [B, all observed tokens, heads, head_dim]
     seen = [s * tokens for s in starts]
     out = [
-        _attend(fresh[0][:, k], torch.cat([keys[:, :n], fresh[1][:, k]], 1), torch.cat([values[:, :n], fresh[2][:, k]], 1))
+        _attend(
+            fresh[0][:, k], torch.cat([keys[:, :n], fresh[1][:, k]], 1), torch.cat([values[:, :n], fresh[2][:, k]], 1)
+        )
         for k, n in enumerate(seen)
     ]
     attended = [torch.stack(out, dim=1).flatten(-2)]
     if not last:
         # The first frame sees itself; every later block of observed frames sees what is before it and itself.
-        pieces = [_attend(kept[0][:, 0, a:b], keys[:, :b], values[:, :b]) for a, b in zip([0, *seen[:-1]], seen, strict=True)]
+        pieces = [
+            _attend(kept[0][:, 0, a:b], keys[:, :b], values[:, :b]) for a, b in zip([0, *seen[:-1]], seen, strict=True)
+        ]
         attended.insert(0, torch.cat(pieces, dim=1)[:, None].flatten(-2))
     wanted = [(now, mods[1])] if last else [(past, mods[0]), (now, mods[1])]
     new = []

@@ -6,7 +6,6 @@ complete or absent, so that a run that was stopped goes on where it was.
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import queue
 import time
@@ -31,7 +30,7 @@ from .episodes import Episode, labels_of, write_shard
 from .errors import DataError
 from .preset import PRESETS, Preset
 
-EVALUATION_SEEDS = range(0, 1000)
+EVALUATION_SEEDS = range(1000)
 """Never trained on, never validated on."""
 VALIDATION_SEEDS = range(1000, 2000)
 TRAINING_SEEDS = 10_000
@@ -135,12 +134,19 @@ class Generator:
 
     Args:
         first_seed: of shard 0; count: of shards, None: until stopped.
-        work: module-level function ``(task, seeds, folder, name) -> (episodes, dropped, steps)``, run in the processes;
-            default: the expert's demonstrations.
+        make: module-level class, made of ``what`` in every process, that gives the episode of a seed, or None, and
+            writes them (see ``ShardWriter``); default: the expert's demonstrations.
     """
 
     def __init__(
-        self, folder: Path, what: Any, *, workers: int, first_seed: int, count: int | None, make: Callable[..., Any] | None = None
+        self,
+        folder: Path,
+        what: Any,
+        *,
+        workers: int,
+        first_seed: int,
+        count: int | None,
+        make: Callable[..., Any] | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.folder, self.progress = folder, Progress()
@@ -188,7 +194,17 @@ class Generator:
         return self.progress
 
 
-class Demonstrator:
+class ShardWriter:
+    """Where a process puts its episodes: one file of a fixed range of seeds."""
+
+    def exists(self, folder: Path, first_seed: int, shard: int) -> bool:
+        return (folder / f"seeds-{first_seed:08d}.npz").exists()
+
+    def write(self, folder: Path, first_seed: int, shard: int, episodes: list[Any]) -> None:
+        write_shard(folder, f"seeds-{first_seed:08d}", episodes)
+
+
+class Demonstrator(ShardWriter):
     """Makes the expert's episodes in one process."""
 
     def __init__(self, what: Demonstrations) -> None:
@@ -202,7 +218,14 @@ class Demonstrator:
 
 
 def _work(
-    folder: str, what: Any, first_seed: int, count: int | None, next_shard: Any, stop: Any, news: Any, make: Callable[..., Any]
+    folder: str,
+    what: Any,
+    first_seed: int,
+    count: int | None,
+    next_shard: Any,
+    stop: Any,
+    news: Any,
+    make: Callable[..., Any],
 ) -> None:
     try:
         torch.set_num_threads(1)
@@ -213,11 +236,11 @@ def _work(
                 next_shard.value += 1
             if count is not None and shard >= count:
                 break
-            name = f"seeds-{first_seed + shard * what.per_shard:08d}"
-            if (Path(folder) / f"{name}.npz").exists():
+            first = first_seed + shard * what.per_shard
+            if player.exists(Path(folder), first, shard):
                 continue
             made, dropped = [], 0
-            for seed in range(first_seed + shard * what.per_shard, first_seed + (shard + 1) * what.per_shard):
+            for seed in range(first, first + what.per_shard):
                 if stop.is_set():
                     return
                 episode = player(seed)
@@ -226,12 +249,8 @@ def _work(
                 else:
                     made.append(episode)
             if made:
-                write_shard(Path(folder), name, made)
-            news.put(("shard", (len(made), dropped, sum(e.steps for e in made))))
+                player.write(Path(folder), first, shard, made)
+            news.put(("shard", (len(made), dropped, sum(len(e.action) for e in made))))
     except Exception as error:  # told to the process that waits
         news.put(("error", f"{type(error).__name__}: {error}"))
         raise
-
-
-def with_changes(what: Demonstrations, **changes: Any) -> Demonstrations:
-    return dataclasses.replace(what, **changes)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.contract.normalization import Statistics
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.tokenizer import UMT5Tokenizer
@@ -24,7 +26,7 @@ from .bundle import write_bundle
 from .conv_forms import apply_form
 from .episodes import read_shard, shards
 from .errors import DataError, TrainError
-from .evaluate import Rollouts, evaluate, write_summary
+from .evaluate import Follower, Rollouts, evaluate, write_summary
 from .export import export
 from .fit import Recipe, Sources, Trainer, initialise
 from .fit_vae import VAERecipe, fit_vae, latent_statistics_of, new_vae, reconstruction
@@ -32,12 +34,15 @@ from .footage import Footage
 from .generate import EVALUATION_SEEDS, TRAINING_SEEDS, Demonstrations, Generator
 from .latents import encode_all
 from .preset import PRESETS
-from .runlog import Budget, RunLog, draw_curves
+from .runlog import Budget, RunLog, draw_curves, save_picture
 from .samples import Windows, statistics_of
 from .vocabulary import write_tokenizer
 
 VALIDATE_EVERY = 32
 """Of so many shards one is for validation only."""
+ENCODE_BATCH = 64
+PLAYED_SEEDS = 10_000_000
+"""Added to the seed of what a policy plays, so that its scenes are no demonstration's."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,9 @@ class Plan:
     tasks: tuple[str, ...] = Demonstrations.tasks
     episodes: int | None = None
     data_share: float = 0.08
-    vae_share: float = 0.20
-    latents_share: float = 0.10
-    fit_share: float = 0.50
+    vae_share: float = 0.18
+    latents_share: float = 0.08
+    fit_share: float = 0.54
     evaluation_seeds: int = 100
     start: str | None = None
     extra_data: tuple[str, ...] = ()
@@ -72,6 +77,26 @@ class Plan:
     max_steps: int | None = None
     vae: VAERecipe = field(default_factory=VAERecipe)
     recipe: Recipe = field(default_factory=Recipe)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], words: Mapping[str, Any]) -> Plan:
+        """``values`` by name; ``words`` may name a field of ``vae`` or ``recipe``: ``recipe.lr``.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        flat = {**values, **{k: v for k, v in words.items() if "." not in k}}
+        nested: dict[str, dict[str, Any]] = {"vae": {}, "recipe": {}}
+        for key, value in words.items():
+            group, dot, name = key.partition(".")
+            if dot and group in nested:
+                nested[group][name] = value
+            elif dot:
+                raise ConfigError("unknown option of the plan", got=key, expected="NAME, vae.NAME or recipe.NAME")
+        try:
+            return cls(**flat, vae=VAERecipe(**nested["vae"]), recipe=Recipe(**nested["recipe"]))
+        except TypeError as error:
+            raise ConfigError("unknown option of the plan", got=str(error)) from error
 
 
 class Run:
@@ -89,6 +114,7 @@ class Run:
         name = plan.device if plan.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(name)
         self.version = 0
+        self.form = "plain"
         self.footage = Footage(self.preset, self.device)
         self.held_out = Footage(self.preset, self.device)
         self._loaded: set[Path] = set()
@@ -107,17 +133,15 @@ class Run:
         say(f"{self.preset.name} on {self.device}, {plan.minutes:g} minutes, {plan.workers} simulators")
         what = Demonstrations(plan.preset, tasks=plan.tasks)
         count = None if plan.episodes is None else -(-plan.episodes // what.per_shard)
-        generator = Generator(
-            self.out / "data", what, workers=plan.workers, first_seed=plan.first_seed, count=count
-        )
+        generator = Generator(self.out / "data", what, workers=plan.workers, first_seed=plan.first_seed, count=count)
         try:
             self._wait_for_data(generator, clock.seconds * plan.data_share)
             vae = self._vae(generator, clock.seconds * (plan.data_share + plan.vae_share))
         finally:
             made = generator.stop()
         self._load_new()
-        say(f"data: {made.episodes} episodes made now ({made.dropped} dropped), {len(self.footage.episodes)} for training, "
-            f"{len(self.held_out.episodes)} for validation, {self.footage.frames} frames")  # fmt: skip
+        counts = f"{len(self.footage.episodes)} for training, {len(self.held_out.episodes)} for validation"
+        say(f"data: {made.episodes} episodes made now ({made.dropped} dropped), {counts}, {self.footage.frames} frames")
         for line in generator.errors[:3]:
             say(f"a simulator ended: {line}")
         network, sources, validation = self._sources(vae)
@@ -171,7 +195,7 @@ class Run:
         if not len(self.footage.observable()):
             raise DataError("no episode is long enough to train on", got=f"{len(self.footage.episodes)} episodes")
         budget = Budget(max(1.0, until_s - self.clock.spent))
-        fit_vae(vae, self.footage, plan.vae, budget, self.log, seed=plan.seed, more=self._load_new,
+        self.form = fit_vae(vae, self.footage, plan.vae, budget, self.log, seed=plan.seed, more=self._load_new,
                 max_steps=plan.max_steps, compiled=plan.compiled)  # fmt: skip
         torch.save(vae.state_dict(), stored)
         return vae
@@ -190,7 +214,7 @@ class Run:
 
     def _sources(self, vae: VideoVAE) -> tuple[DreamZero, Sources, Sources | None]:
         plan, preset = self.plan, self.preset
-        apply_form(vae, "plain")
+        apply_form(vae, self.form)
         if plan.start is not None:
             network = self._given()
             entry = json.loads((Path(plan.start) / "experiment_cfg" / "metadata.json").read_text())
@@ -206,13 +230,39 @@ class Run:
         network.vae.eval().requires_grad_(False)
         if self.held_out.episodes:
             pick = self.held_out.observable()
-            _, error = reconstruction(network.vae, self.held_out, pick[:: max(1, len(pick) // 32)][:32])
+            pairs, error = reconstruction(network.vae, self.held_out, pick[:: max(1, len(pick) // 32)][:32])
+            save_picture(self.out / "vae.png", pairs[:: max(1, len(pairs) // 4), :, -1][:4])
             self.log.line(f"VAE: mean absolute error {error:.4f} of the range [-1, 1] on unseen clips")
         begin = self.clock.spent
+        apply_form(network.vae, self.form)
+        self._shorten(network.vae)
         sources = self._encoded(network, self.footage)
         validation = self._encoded(network, self.held_out) if self.held_out.episodes else None
+        apply_form(network.vae, "plain")
         self.log.line(f"latents: {len(sources.windows.anchors)} windows in {self.clock.spent - begin:.1f} s")
         return network, sources, validation
+
+    def _shorten(self, vae: VideoVAE) -> None:
+        """Leave out episodes whose latents would take longer than their share of the time."""
+        if self.device.type != "cuda":
+            return
+        allowed = self.clock.seconds * self.plan.latents_share
+        clips = self.footage.observable().to(self.device).split(ENCODE_BATCH)[:8]
+        for k, part in enumerate(clips):
+            if k == 3:
+                torch.cuda.synchronize()
+                begin = time.monotonic()
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+                vae.encode(self.footage.observed_clip(part))
+        torch.cuda.synchronize()
+        per_clip = (time.monotonic() - begin) / sum(len(c) for c in clips[3:]) if len(clips) > 3 else 0.0
+        # A clip for every frame and one for every second frame, the anchors.
+        needed = 1.5 * self.footage.frames * per_clip
+        self.log.line(f"latents: {1 / max(per_clip, 1e-9):.0f} clips/s, {needed:.0f} s needed, {allowed:.0f} s planned")
+        if needed > 1.3 * allowed:
+            keep = max(1, int(len(self.footage.episodes) * 1.3 * allowed / needed))
+            self.footage.keep_first(keep)
+            self.log.line(f"latents: {keep} episodes are taken")
 
     def _encoded(self, network: DreamZero, footage: Footage) -> Sources:
         metadata, page = self.preset.metadata(self.statistics), self.preset.embodiment
@@ -223,7 +273,11 @@ class Run:
         windows = Windows(footage, self.preset, statistics, tokens, every=2)
         cuda = self.device.type == "cuda"
         latents = encode_all(
-            network.vae, footage, windows.anchors, batch=64 if cuda else 8, dtype=torch.bfloat16 if cuda else torch.float32
+            network.vae,
+            footage,
+            windows.anchors,
+            batch=ENCODE_BATCH if cuda else 8,
+            dtype=torch.bfloat16 if cuda else torch.float32,
         )
         return Sources(footage, windows, latents)
 
@@ -256,7 +310,7 @@ class Run:
             return
         self.version += 1
         draw_curves(self.out)
-        beside = [self.out / n for n in ("log.txt", "curves.jsonl", "curves.png", "evaluation.json")]
+        beside = [self.out / n for n in ("log.txt", "curves.jsonl", "curves.png", "vae.png", "evaluation.json")]
         write_bundle(Path(self.plan.bundle), self.preset.name, self.version, self.out / "checkpoint", beside)
 
     def _evaluate(self) -> dict[str, Any]:
@@ -272,11 +326,58 @@ class Run:
         seeds = list(EVALUATION_SEEDS)[: plan.evaluation_seeds]
         outcomes, errors = evaluate(what, seeds, workers=plan.workers, seconds=left - 5)
         report = write_summary(self.out / "evaluation.json", outcomes, what)
+        counts = f"{report['success']} of {report['episodes']} unseen seeds ({len(seeds)} planned)"
         self.log.line(
-            f"evaluation: {report['success']} of {report['episodes']} unseen seeds (of {len(seeds)} planned), 95 % interval "
-            f"{report['interval_95']}, by task {report['by_task']}, a call {report['call_s_p50']} s on one thread"
+            f"evaluation: {counts}, 95 % interval {report['interval_95']}, by task {report['by_task']}, "
+            f"a call takes {report['call_s_p50']} s on one thread"
         )
         for line in errors[:3]:
             self.log.line(f"a simulator ended: {line}")
         self.bundle()
         return report
+
+
+class Dagger(Run):
+    """Play ``plan.start`` while the expert watches, then train it further on that and on fresh demonstrations.
+
+    Args:
+        rollout_share: of the time, for playing.
+    """
+
+    def __init__(self, out: Path, plan: Plan, *, rollout_share: float) -> None:
+        played = out / "played"
+        super().__init__(out, dataclasses.replace(plan, extra_data=(*plan.extra_data, str(played))))
+        self.played, self.rollout_share = played, rollout_share
+
+    def everything(self) -> dict[str, Any]:
+        plan, clock = self.plan, self.clock
+        assert plan.start is not None
+        self.log.line(f"dagger from {plan.start} on {self.device}, {plan.minutes:g} minutes, {plan.workers} simulators")
+        half = max(1, plan.workers // 4)
+        what = Demonstrations(plan.preset, tasks=plan.tasks)
+        count = None if plan.episodes is None else -(-plan.episodes // what.per_shard)
+        watched = Rollouts(plan.start, plan.preset, tasks=plan.tasks)
+        fresh = Generator(self.out / "data", what, workers=half, first_seed=plan.first_seed, count=count)
+        player = Generator(
+            self.played, watched, workers=max(1, plan.workers - half), first_seed=plan.first_seed + PLAYED_SEEDS,
+            count=None if plan.episodes is None else -(-plan.episodes // watched.per_shard), make=Follower,
+        )  # fmt: skip
+        while (player.running or fresh.running) and clock.spent < clock.seconds * self.rollout_share:
+            time.sleep(0.2)
+        made, also = player.stop(), fresh.stop()
+        self._load_new()
+        self.log.line(
+            f"played: {made.episodes} episodes; demonstrations: {also.episodes}; {self.footage.frames} frames"
+        )
+        for line in (*player.errors[:3], *fresh.errors[:3]):
+            self.log.line(f"a simulator ended: {line}")
+        if not made.episodes and not shards(self.played):
+            raise DataError(
+                "the checkpoint was not played once", got=f"{clock.spent:.0f} s", remedy="give more minutes"
+            )
+        network = self._given()
+        network, sources, validation = self._sources(network.vae)
+        self._fit(network, sources, validation, clock.seconds * 0.88)
+        del network, sources, validation
+        self.footage = self.held_out = Footage(self.preset, self.device)
+        return self._evaluate()

@@ -1,4 +1,4 @@
-"""Small networks of DreamZero's architecture: every number that training fixes, in the layout of a published checkpoint.
+"""Small networks of DreamZero's architecture: every number that training fixes, in a published checkpoint's layout.
 
 ``MUG`` is what is shipped; ``SMALL`` can be trained on a CPU; ``TOY`` is for tests, a training of it takes seconds.
 """
@@ -97,7 +97,9 @@ class Preset:
         """The network as the loader will build it."""
         return DreamZeroConfig.from_config_json(self.config_json())
 
-    def config_json(self, latent_mean: list[float] | None = None, latent_std: list[float] | None = None) -> dict[str, Any]:
+    def config_json(
+        self, latent_mean: list[float] | None = None, latent_std: list[float] | None = None
+    ) -> dict[str, Any]:
         """``config.json`` (DreamZero spec 6.3); without latent statistics, those of Wan."""
         shapes = {"num_frame_per_block": BLOCK, "action_dim": 8, "max_state_dim": 8}
         dit = {
@@ -132,7 +134,7 @@ class Preset:
         }
 
     def conf_yaml(self) -> dict[str, Any]:
-        """``experiment_cfg/conf.yaml``: crop, sizes, orders, and that every row of a chunk has statistics of its own."""
+        """``experiment_cfg/conf.yaml``: crop, sizes, orders, and that each row of a chunk has its own statistics."""
         page = self.embodiment
         order = {
             "video_concat_order": [f"video.{c.name}" for c in page.cameras],

@@ -1,7 +1,7 @@
 """A policy in the simulator, in lock-step: the engine's own policy, called as a robot's node calls it.
 
-Every call gets the frames of its ``frame_offsets`` (the first one frame only) and the state of now; the first rows of the
-chunk are executed, then it is called again.
+Every call gets the frames of its ``frame_offsets`` (the first one frame only) and the state of now; the first rows of
+the chunk are executed, then it is called again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
 from wam_policy_ros.sim.cameras import NAMES
 from wam_policy_ros.sim.tasks import Task
 from wam_policy_ros.sim.world import Frame, World
+
+GRIPPER_THRESHOLD = 0.5
+"""The gripper is told to open or to close, nothing between, as clients of DROID's policies do."""
 
 
 @dataclass
@@ -88,7 +91,7 @@ def roll_out(
                 on_tick(frame, row)
                 tick += 1
                 seen = tick == next_call or (tick - next_call) in offsets
-                frame = world.step(row[:7], float(np.clip(row[7], 0.0, 1.0)), images=seen)
+                frame = world.step(row[:7], float(row[7] > GRIPPER_THRESHOLD), images=seen)
                 if seen:
                     recent[tick] = frame
                 state = world.outcome

@@ -67,6 +67,16 @@ def draw_curves(folder: Path) -> Path | None:
     return folder / "curves.png"
 
 
+def save_picture(path: Path, pictures: Any) -> None:
+    """Pictures ``[B, 3, H, W]`` in [-1, 1] one under the other as a PNG; nothing without matplotlib."""
+    try:
+        import matplotlib.image
+    except ModuleNotFoundError:
+        return
+    rows = ((pictures.float() + 1) / 2).clamp(0, 1).permute(0, 2, 3, 1).flatten(0, 1)
+    matplotlib.image.imsave(path, rows.cpu().numpy())
+
+
 class Budget:
     """A share of wall-clock time.
 

@@ -30,6 +30,7 @@ from .preset import OBSERVED, Preset
 
 WIDTH = 8
 """Numbers of a state and of a row: seven joints and the gripper."""
+STATISTICS_EPISODES = 1000
 MARGIN = 0.1
 """Of a joint's range, beyond what was seen: a policy goes where the expert did not."""
 
@@ -58,7 +59,7 @@ def normalised_states(state: npt.NDArray[Any], statistics: Statistics) -> npt.ND
 def normalised_rows(
     label: npt.NDArray[Any], state: npt.NDArray[Any], statistics: Statistics
 ) -> npt.NDArray[np.float64]:
-    """``contract.transforms.encode_actions`` of many chunks ``[M, N, 8]`` at once; joints count from ``state [M, 8]``."""
+    """``contract.transforms.encode_actions`` of many chunks ``[M, N, 8]``; joints count from ``state [M, 8]``."""
     low, high = _limits(statistics.action, label.shape[1])
     value = label.astype(np.float64)
     value[:, :, :7] -= state.astype(np.float64)[:, None, :7]
@@ -70,14 +71,21 @@ def statistics_of(episodes: Sequence[Episode]) -> dict[str, Any]:
     states = np.concatenate([e.state for e in episodes]).astype(np.float64)
     low, high = np.quantile(states[:, :7], [0.01, 0.99], axis=0)
     room = MARGIN * np.maximum(high - low, 0.05)
-    relative = np.concatenate([(e.label[:, :, :7] - e.state[:, None, :7])[np.isfinite(e.label).all((1, 2))] for e in episodes])
+    parts = []
+    for e in episodes[:: max(1, len(episodes) // STATISTICS_EPISODES)]:
+        known = np.isfinite(e.label).all((1, 2))
+        parts.append(e.label[known, :, :7] - e.state[known, None, :7])
+    relative = np.concatenate(parts)
     if not len(relative):
         raise DataError("no step of any episode has a label", got=f"{len(episodes)} episodes")
     q01, q99 = np.quantile(relative.astype(np.float64), [0.01, 0.99], axis=0)
     q99 = np.maximum(q99, q01 + 1e-3)  # a joint that never moves
     gripper = {"q01": [0.0], "q99": [1.0]}
     return {
-        "state": {"joint_position": {"q01": (low - room).tolist(), "q99": (high + room).tolist()}, "gripper_position": gripper},
+        "state": {
+            "joint_position": {"q01": (low - room).tolist(), "q99": (high + room).tolist()},
+            "gripper_position": gripper,
+        },
         "action": {"joint_position": {"q01": q01.tolist(), "q99": q99.tolist()}, "gripper_position": gripper},
     }
 

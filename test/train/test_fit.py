@@ -1,0 +1,149 @@
+"""Training: a batch is learnt, a run goes on where it was, the VAE's convolutions may be computed in several ways."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wam_policy_ros.model.vae import VideoVAE
+from wam_policy_ros.train.conv_forms import FORMS, apply_form
+from wam_policy_ros.train.fit import Recipe, Trainer, batch_loss, cross_keys
+from wam_policy_ros.train.fit_vae import VAERecipe, fit_vae, latent_statistics_of, new_vae, reconstruction
+from wam_policy_ros.train.preset import TOY
+from wam_policy_ros.train.runlog import Budget, RunLog
+
+from .stand_in import network, sources
+
+QUIET = Recipe(batch=4, lr=3e-3, warmup=5, state_noise=0.0, latent_noise=0.0, report_s=1e9, save_s=1e9, ema=0.9)
+
+
+def _trainer(made, found, folder, **options):
+    return Trainer(made, found, QUIET, RunLog(folder, lambda line: None), seed=0, **options)
+
+
+def test_the_loss_of_one_batch_falls(tmp_path):
+    made = network()
+    found = sources(made, tmp_path, count=1)
+    trainer = _trainer(made, found, tmp_path)
+    found.windows.anchors = found.windows.anchors[:1]
+    before = trainer.validate(found)
+    trainer.run(Budget(1e9), max_steps=80)
+    after = trainer.validate(found)
+    assert after["rows_0.6"] < 0.3 * before["rows_0.6"], (before, after)
+    assert after["video_0.6"] < 0.95 * before["video_0.6"]
+    assert not made.vae.training and all(not p.requires_grad for p in made.vae.parameters())
+
+
+def test_a_training_that_was_stopped_goes_on_as_if_it_was_not(tmp_path):
+    whole = network()
+    _trainer(whole, sources(whole, tmp_path), tmp_path).run(Budget(1e9), max_steps=6)
+    first = network()
+    half = _trainer(first, sources(first, tmp_path), tmp_path)
+    for _ in range(2):
+        _step(half, 6)
+    torch.save(half.state(), tmp_path / "half.pt")
+    second = network(seed=1)
+    second.vae.load_state_dict(first.vae.state_dict())
+    rest = _trainer(second, sources(second, tmp_path), tmp_path)
+    rest.restore(torch.load(tmp_path / "half.pt", weights_only=False))
+    rest.run(Budget(1e9), max_steps=6)
+    for (name, a), b in zip(whole.state_dict().items(), second.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def _step(trainer: Trainer, of: int) -> None:
+    """One step of a run that would make ``of``."""
+    import math
+
+    rate = QUIET.lr * min(1.0, (trainer.step + 1) / QUIET.warmup)
+    rate *= max(0.5 * (1 + math.cos(math.pi * trainer.step / of)), 0.01)
+    for group in trainer.optimiser.param_groups:
+        group["lr"] = rate
+    trainer._one()
+
+
+def test_saved_weights_are_the_average(tmp_path):
+    made, kept = network(), []
+    found = sources(made, tmp_path, count=1)
+
+    def save(why: str) -> None:
+        kept.append(made.model.head.head.weight.detach().clone())
+
+    trainer = _trainer(made, found, tmp_path, save=save, validation=found)
+    trainer.run(Budget(1e9), max_steps=4)
+    position = next(k for k, p in enumerate(trainer.average._live) if p is made.model.head.head.weight)
+    assert torch.equal(kept[-1], trainer.average.values[position])
+    assert not torch.equal(kept[-1], made.model.head.head.weight)
+    assert made.training
+    assert (tmp_path / "curves.jsonl").read_text().count("validation") == 1
+
+
+def test_blocks_without_labels_do_not_count(tmp_path):
+    made = network().eval()
+    found = sources(made, tmp_path, count=1)
+    batch = found.windows.batch(found.windows.anchors[:2])
+    spoilt = batch.rows.clone()
+    spoilt[:, 1:] = 1e3
+    only = torch.zeros_like(batch.has_rows)
+    only[:, 0] = True
+    losses = []
+    for rows in (batch.rows, spoilt):
+        changed = type(batch)(**{**vars(batch), "rows": rows, "has_rows": only})
+        generator = torch.Generator().manual_seed(0)
+        losses.append(batch_loss(made, found, changed, QUIET, generator, sigma=0.5)[1]["rows"])
+    assert torch.equal(losses[0], losses[1])
+
+
+@torch.no_grad()
+def test_prompts_of_a_batch_are_encoded_as_one_alone(tmp_path):
+    made = network().eval()
+    found = sources(made, tmp_path)
+    w = found.windows
+    picture = found.footage.video(torch.tensor([[0], [0], [30]]))[:, :, 0]
+    prompts = torch.tensor([1, 0, 1])
+    together = cross_keys(made, w.ids, w.mask, prompts, picture)
+    from wam_policy_ros.engine.encode import PromptEncoder
+
+    for row, number in enumerate(prompts.tolist()):
+        alone = PromptEncoder(made)(w.ids[number : number + 1], w.mask[number : number + 1]).text_kv
+        for layer, one in zip(together, alone, strict=True):
+            torch.testing.assert_close(layer.text.k[row], one.k[0], atol=1e-5, rtol=1e-4)
+    assert (together[0].text.k[0] - together[0].text.k[1]).abs().max() > 1e-3
+
+
+def test_the_vae_learns_and_its_latents_have_unit_scale(tmp_path):
+    found = sources(network(), tmp_path, count=1)
+    vae = new_vae(TOY.network().vae, 0, torch.device("cpu"))
+    pick = torch.tensor([5, 9])
+    before = reconstruction(vae, found.footage, pick)[1]
+    fit_vae(
+        vae,
+        found.footage,
+        VAERecipe(batch=4, report_s=1e9),
+        Budget(1e9),
+        RunLog(tmp_path, lambda _: None),
+        max_steps=25,
+    )
+    assert reconstruction(vae, found.footage, pick)[1] < 0.9 * before
+    mean, std = latent_statistics_of(vae, found.footage, count=16)
+    config = type(TOY.network()).from_config_json(TOY.config_json(mean, std))
+    trained = VideoVAE(config.vae)
+    trained.load_state_dict(vae.state_dict())
+    with torch.no_grad():
+        z = trained.encode(found.footage.observed_clip(found.footage.observable()))
+    assert abs(float(z.mean())) < 0.2 and 0.7 < float(z.std()) < 1.4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_convolutions_agree(form):
+    torch.manual_seed(0)
+    vae = VideoVAE(TOY.network().vae)
+    clip = torch.randn(2, 3, 9, 32, 64)
+    latents = torch.randn(2, 16, 3, 4, 8)
+    expected = vae.encode(clip), vae.decode(latents)
+    apply_form(vae, form)
+    torch.testing.assert_close(vae.encode(clip), expected[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(vae.decode(latents), expected[1], atol=1e-4, rtol=1e-4)
+    apply_form(vae, "plain")
+    assert torch.equal(vae.encode(clip), expected[0])

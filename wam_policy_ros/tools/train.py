@@ -1,0 +1,110 @@
+"""``wam train``: a small network of DreamZero's architecture, from nothing to a checkpoint and its success.
+
+``all``: demonstrations, VAE, DiT, checkpoint, evaluation, by the clock. ``dagger``: play a checkpoint, let the expert
+say what it would have done, and train on. ``eval``: success of a checkpoint on seeds that are never trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from wam_policy_ros.contract.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
+    everything = kinds.add_parser("all", help="demonstrations, VAE, DiT, checkpoint, evaluation")
+    again = kinds.add_parser("dagger", help="play a checkpoint with the expert watching, train on")
+    again.add_argument("--start", type=Path, required=True, help="checkpoint to go on from")
+    again.add_argument("--rollout-share", type=float, default=0.3, help="of the time, for playing the checkpoint")
+    for sub in (everything, again):
+        sub.add_argument("--out", type=Path, required=True, help="folder of the run; a later call goes on in it")
+        sub.add_argument("--minutes", type=float, default=9.6, help="wall-clock time for everything")
+        sub.add_argument("--preset", default="mug", help="mug (default), small (for a CPU), toy (for tests)")
+        sub.add_argument("--seed", type=int, default=0, help="of weights and draws")
+        sub.add_argument("--first-seed", type=int, help="of the demonstrations' scenes")
+        sub.add_argument("--episodes", type=int, help="no more demonstrations than these; default: by time")
+        sub.add_argument("--device", default="auto")
+        sub.add_argument("--batch", type=int, help="windows per step")
+        sub.add_argument("--lr", type=float, help="largest learning rate")
+        sub.add_argument("--compile", action="store_true", help="let PyTorch compile the training step")
+        sub.add_argument("--bundle", type=Path, help="also leave the result there in files of at most 15 MiB")
+        sub.add_argument("--evaluation-seeds", type=int, default=100)
+        sub.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
+                         help="any other option of the plan, e.g. vae_share=0.15, recipe.video_weight=0.3")  # fmt: skip
+    measure = kinds.add_parser("eval", help="success of a checkpoint on unseen seeds")
+    measure.add_argument("checkpoint", type=Path)
+    measure.add_argument("--preset", default="mug")
+    measure.add_argument("--seeds", type=int, default=100, help="how many, from 0")
+    measure.add_argument("--first", type=int, default=0, help="first seed")
+    measure.add_argument("--minutes", type=float, help="stop after this time")
+    measure.add_argument(
+        "--execute", type=int, help="rows of a chunk to execute; default: as the checkpoint recommends"
+    )
+    measure.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="engine option")
+    measure.add_argument("--blind", action="store_true", help="grey cameras: must fail")
+    measure.add_argument("--out", type=Path, default=Path("evaluation.json"))
+    for sub in (everything, again, measure):
+        sub.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="simulators side by side")
+        sub.add_argument("--tasks", help="names with commas between them; default: all")
+
+
+def run(args: argparse.Namespace) -> int:
+    # The processes that draw are told here; on a machine with a GPU the same value means the GPU.
+    os.environ.setdefault("MUJOCO_GL", "egl")
+    return _evaluate(args) if args.kind == "eval" else _train(args)
+
+
+def _tasks(args: argparse.Namespace) -> tuple[str, ...]:
+    from wam_policy_ros.sim.tasks import TASKS, find_task
+
+    return tuple(find_task(name.strip()).name for name in args.tasks.split(",")) if args.tasks else tuple(TASKS)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from wam_policy_ros.train.pipeline import Dagger, Plan, Run
+    from wam_policy_ros.train.preset import PRESETS
+
+    from .serve import option_words
+
+    if args.preset not in PRESETS:
+        raise ConfigError("unknown preset", got=args.preset, expected=f"one of {sorted(PRESETS)}")
+    values: dict[str, Any] = {
+        "preset": args.preset, "minutes": args.minutes, "workers": args.workers, "device": args.device,
+        "seed": args.seed, "tasks": _tasks(args), "episodes": args.episodes, "evaluation_seeds": args.evaluation_seeds,
+        "bundle": str(args.bundle) if args.bundle else None, "compiled": args.compile,
+    }  # fmt: skip
+    words = option_words(args.set)
+    words |= {f"recipe.{n}": v for n, v in (("batch", args.batch), ("lr", args.lr)) if v is not None}
+    if args.first_seed is not None:
+        values["first_seed"] = args.first_seed
+    if args.kind == "dagger":
+        values["start"] = str(args.start)
+        plan = Plan.of(values, words)
+        report = Dagger(args.out, plan, rollout_share=args.rollout_share).everything()
+    else:
+        report = Run(args.out, Plan.of(values, words)).everything()
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from wam_policy_ros.train.evaluate import Rollouts, evaluate, write_summary
+
+    from .serve import option_words
+
+    what = Rollouts(
+        str(args.checkpoint), args.preset, tasks=_tasks(args), options=tuple(option_words(args.engine).items()),
+        execute=args.execute, blind=args.blind, threads=max(1, (os.cpu_count() or 1) // args.workers),
+    )  # fmt: skip
+    seeds = range(args.first, args.first + args.seeds)
+    seconds = None if args.minutes is None else 60 * args.minutes
+    outcomes, errors = evaluate(what, seeds, workers=args.workers, seconds=seconds)
+    for line in errors:
+        print(f"a simulator ended: {line}")
+    print(json.dumps(write_summary(args.out, outcomes, what), indent=1))
+    return 0 if outcomes else 1
