@@ -63,7 +63,9 @@ class EngineConfig:
         branches: of the fused step on one GPU: both guidance branches ``together`` as one batch, or ``apart``, one
             after the other: slower, and the bits that ``gpus`` gives. The plain step always has them apart.
         gpus: GPUs of this host that share a step, ``device`` and those after it, each in a process of its own: guidance
-            branches first, then the sequence of each. *Exact* against ``apart``.
+            branches first, *exact* against ``apart``; then the sequence of each branch, *numeric*.
+        capture_exchange: with ``graphs`` and GPUs that share a branch: record their exchanges, too; False leaves all
+            that contains one unrecorded. *Exact*.
         rank_deadline_s: when another GPU's process does not answer for so long, the policy is lost.
     """
 
@@ -83,6 +85,7 @@ class EngineConfig:
     deterministic: bool = False
     branches: Literal["together", "apart"] = "together"
     gpus: int = 1
+    capture_exchange: bool = True
     rank_deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -129,7 +132,7 @@ class EngineConfig:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name}", got=repr(getattr(self, name)), expected=", ".join(known))
-        for name in ("graphs", "deterministic"):
+        for name in ("graphs", "deterministic", "capture_exchange"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be true or false", got=repr(getattr(self, name)))
         if self.step == "plain":

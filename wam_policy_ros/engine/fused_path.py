@@ -89,7 +89,9 @@ class FusedPath:
                 first_shared=dit.share_first,
             )
         )
-        self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(device, enabled=config.graphs)
+        self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(
+            device, enabled=config.graphs and (config.capture_exchange or dit.exchange.ranks == 1)
+        )
         self._vae = vae
         # Of ranks that share every evaluation: what one of them cannot do, none of them may begin.
         self.agree: Callable[[bool], bool] = lambda here: here

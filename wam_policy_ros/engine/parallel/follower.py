@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from wam_policy_ros.contract.errors import Overloaded, WamError, bare
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.determinism import Determinism
 from wam_policy_ros.engine.device import on_device
 from wam_policy_ros.engine.encode import FirstFrame, Prompt
 from wam_policy_ros.engine.paths import branch_path
@@ -32,8 +35,10 @@ def follow(line: Line) -> None:
         setup = line.receive()
         device = torch.device(setup.device)
         torch.set_num_threads(setup.threads)
-        with on_device(device), torch.inference_mode():
-            _Follower(line, setup, device).run()
+        with on_device(device):
+            follower = _Follower(line, setup, device)
+            with torch.inference_mode():
+                follower.run()
     except BaseException as error:
         text = str(error) if isinstance(error, WamError) else traceback.format_exc()
         line.send("failed", text)
@@ -43,8 +48,8 @@ def follow(line: Line) -> None:
 class _Mirror:
     """One path of the leader's, as this rank has it."""
 
-    def __init__(self, path: BranchPath) -> None:
-        self.path = path
+    def __init__(self, path: BranchPath, determinism: Determinism) -> None:
+        self.path, self.determinism = path, determinism
         self.windows: dict[int, WindowState] = {}
         self.prompts: dict[int, Prompt] = {}
 
@@ -79,22 +84,26 @@ class _Follower:
             "let_go": self._let_go,
         }
         while True:
-            name, *content = self._line.receive()
-            commands[name](*content)
+            name, number, *content = self._line.receive()
+            mirror = self._mirrors.get(number)
+            with nullcontext() if mirror is None else mirror.determinism.around(name, self._form(name, content)):
+                commands[name](number, *content)
 
     # -- paths --------------------------------------------------------------------------------------------------
 
     def _path(self, number: int, config: EngineConfig) -> None:
         assert self._groups is not None
+        determinism = Determinism(self._device, enabled=config.deterministic)
         try:
-            path = branch_path(
-                self._network, config, self._setup.picture_hw, self._like, encoders=False, groups=self._groups
-            )
+            with torch.inference_mode(False), determinism.switched():
+                path = branch_path(
+                    self._network, config, self._setup.picture_hw, self._like, encoders=False, groups=self._groups
+                )
         except WamError as error:
             self._line.send("answer", bare(error))
             return
         self._like = path
-        self._mirrors[number] = _Mirror(path)
+        self._mirrors[number] = _Mirror(path, determinism)
         self._line.send("answer", None)
 
     def _drop(self, number: int) -> None:
@@ -107,6 +116,11 @@ class _Follower:
     def _report(self, number: int) -> None:
         mirror = self._mirrors[number]
         self._line.send("answer", report(self._setup.rank, self._device, mirror.path, len(mirror.windows)))
+
+    @staticmethod
+    def _form(name: str, content: Sequence[Any]) -> Any:
+        """What decides the operations of a command, beside its name."""
+        return tuple(content[-2:]) if name == "evaluate" else None
 
     # -- mirrored calls -----------------------------------------------------------------------------------------
 

@@ -78,11 +78,11 @@ class Groups:
         return out
 
     def give_up(self) -> None:
-        """Whatever waits for a rank that does not answer, waits no more. May itself wait for CUDA graphs that hold an
-        exchange to be destroyed, so not in a thread that has to go on."""
+        """Whatever waits for a rank that does not answer, soon waits no more. Returns at once: to give a group up may
+        itself take until the CUDA graphs that hold its exchanges are destroyed."""
         for group in self.all():
-            with suppress(RuntimeError):  # gloo cannot; there, a connection ends with the process behind it
-                group.abort()
+            # One waits until the others have begun: each in a thread of its own.
+            threading.Thread(target=_abort, args=(group,), name="wam_group_abort", daemon=True).start()
 
 
 def refuse_groups() -> None:
@@ -106,6 +106,8 @@ def connect(grid: Grid, rank: int, device: torch.device, store: str, backend: st
         store: path of a file that does not exist yet, in a folder of this user alone.
         backend: of torch.distributed; ``auto``: NCCL on GPUs, gloo on CPUs.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -124,11 +126,13 @@ def connect(grid: Grid, rank: int, device: torch.device, store: str, backend: st
         made = [dist.new_group(ranks, timeout=NEVER) for ranks in (grid.heads, grid.row(0), grid.row(1))]
         heads, sequence = made[0], made[1 + grid.branch(rank)]
     groups = Groups(grid, rank, device, world, heads if rank in grid.heads else None, sequence)
-    # The first exchange connects GPUs, which takes seconds. Sooner here than in a robot's step.
-    count = torch.ones(1, device=device)
-    for group in groups.all():
-        dist.all_reduce(count, group=group)
-    count.cpu()
+    # The first exchange of each kind connects GPUs, which takes seconds. Sooner here than in a robot's step.
+    first = torch.ones(1, device=device)
+    groups.from_leader(first)
+    if groups.heads is not None and grid.guidance > 1:
+        groups.from_branch(1, first)
+    groups.agree(True)
+    first.cpu()
     return groups
 
 
@@ -149,6 +153,11 @@ def disconnect(timeout_s: float) -> bool:
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # gloo cannot; there, a connection ends with the process behind it
+        group.abort()
 
 
 def _bytes(x: Tensor) -> Tensor:

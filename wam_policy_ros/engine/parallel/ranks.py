@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -124,6 +125,8 @@ class Ranks:
         self._known: set[Hashable] = set()
         self._new: set[Hashable] = set()
         self._users: set[int] = set()
+        # Paths that nobody has any more; the collector may find that in any thread.
+        self.forgotten: deque[int] = deque()
         try:
             self._keeper.begin()
         except OSError as error:
@@ -161,7 +164,6 @@ class Ranks:
             self.groups = connect(self.grid, 0, self.device, setup.store, setup.backend)
         self._keeper.at_fault(self.groups.give_up)
         self.answers(START_S, progress)
-        self._keeper.silent_s = self.deadline_s
         return self.groups
 
     def hold(self, user: object) -> None:
@@ -183,8 +185,13 @@ class Ranks:
 
     def send(self, name: str, *content: Any) -> None:
         """Tell all others; returns at once."""
+        while self.forgotten:
+            self._tell("drop", self.forgotten.popleft())
+        self._tell(name, *content)
+
+    def _tell(self, *command: Any) -> None:
         for index in range(self.grid.size - 1):
-            self._keeper.send(index, (name, *content))
+            self._keeper.send(index, command)
 
     def answers(self, limit_s: float | None = None, progress: Progress | None = None) -> list[Any]:
         """One answer of each of the others.
@@ -265,6 +272,7 @@ class Ranks:
         """All that was asked for has been done: asked again, it may not take long."""
         self._known |= self._new
         self._new.clear()
+        self._keeper.silent_s = self.deadline_s  # compilers that let nobody else run have run
 
     def check(self) -> None:
         """

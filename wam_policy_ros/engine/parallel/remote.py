@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import OrderedDict, deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class RemoteFar:
         ranks.hold(self)
         ranks.send("path", self._path, config)
         ranks.answers(START_S)
+        self._dropped = weakref.finalize(self, ranks.forgotten.append, self._path)
 
     @property
     def lost(self) -> WamError | None:
@@ -182,7 +184,7 @@ class RemoteFar:
         return self.ranks.answers()
 
     def close(self) -> None:
-        self._send("drop")
+        self._dropped()
         self._prompts.clear()
         self.ranks.close(self)
 
