@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,43 @@ def test_it_serves() -> None:
             rows = unpack(client.recv(timeout=5))["actions"]  # type: ignore[arg-type]
         np.testing.assert_array_equal(rows, np.tile(np.r_[np.arange(7.0), 1.0], (24, 1)).astype(np.float32))
         assert any("Application startup complete" in line for line in lines)
+
+
+@pytest.mark.parametrize("how", ["signal", "lost"])
+def test_several_gpus_end_with_it_and_it_ends_with_them(how: str) -> None:
+    """On a CPU a GPU is a process more."""
+    with process("--random-weights", "tiny", "--gpus", "2", "--no-warm-up") as (running, port, lines):
+        wait_for(lambda: _ready(port), 60)
+        (other,) = _children(running.pid)
+        if how == "signal":
+            running.send_signal(signal.SIGTERM)
+        else:
+            os.kill(other, signal.SIGKILL)
+            wait_for(lambda: not _ready(port), 5)
+        assert running.wait(30) == (0 if how == "signal" else 1), lines
+        wait_for(lambda: not Path(f"/proc/{other}").exists(), 5)
+        wait_for(lambda: how == "signal" or any("SIGKILL" in line for line in lines), 5)
+
+
+def _ready(port: int) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://127.0.0.1:{port}/readyz", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:  # 503 too
+        return False
+
+
+def _children(pid: int) -> list[int]:
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(one) for some in found for one in some]
+
+
+def wait_for(true: Callable[[], bool], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.02)
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_it() -> None:

@@ -392,12 +392,16 @@ class PolicyThread:
                 asked = self._cond.wait_for(lambda: self._stop or any(self._queues.values()), look_s)
                 if self._stop:
                     return
-                if (lost := getattr(policy, "lost", None)) is not None:
-                    raise lost  # nobody's job can succeed again
-                if not asked:
+                lost: WamError | None = getattr(policy, "lost", None)
+                if lost is None and not asked:
                     continue
-                ticket = self._next()
+                ticket = None if lost is not None else self._next()
                 self._running = ticket
+            if lost is not None:
+                # Not ready from now on: to leave it may take a while.
+                self._set(failures=self._status.failures + 1, last_error=str(lost))
+                raise lost  # nobody's job can succeed again
+            assert ticket is not None
             try:
                 self._execute(policy, ticket)
             finally:

@@ -60,6 +60,7 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
             seed=params.engine_seed,
             dtype=params.engine_dtype,
             deterministic=params.engine_deterministic,
+            gpus=params.engine_gpus,
             **{k: v for k, v in chosen.items() if v != "auto"},
         ),
         progress=progress,

@@ -109,6 +109,13 @@ class NodeParameters:
         "bfloat16 as published; auto: float32 on a CPU",
         choices=("auto", "bfloat16", "float32"),
     )
+    engine_gpus: int = _p(
+        1,
+        "engine.gpus",
+        "GPUs that share a step, device and those after it, a process each: 2, 4 or 8; a lost one is a latched fault",
+        low=1,
+        high=64,
+    )
     engine_deterministic: bool = _p(
         False,
         "engine.deterministic",

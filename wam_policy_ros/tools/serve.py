@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--embodiment", default="oxe_droid")
     what.add_argument("--tokenizer", help="folder with tokenizer.json of umt5-xxl")
     what.add_argument("--device", default="auto")
+    what.add_argument("--gpus", type=int, help="GPUs that share a step, --device and those after it; default: 1")
     what.add_argument(
         "--evaluations", type=int, help="network evaluations of 16 solver steps: 16, 8 (default), 7, 6, 5"
     )
@@ -150,6 +151,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     options = option_words(args.engine)
     if args.evaluations is not None:
         options |= {"schedule": "static", "evaluations": args.evaluations}
+    options |= {} if args.gpus is None else {"gpus": args.gpus}
     return options | ({"deterministic": True} if args.deterministic else {})
 
 
@@ -189,7 +191,7 @@ def quiet_process() -> None:
 
 
 def serve(args: argparse.Namespace, config: ServerConfig) -> int:
-    """Until SIGINT or SIGTERM, or until the policy cannot be loaded."""
+    """Until SIGINT or SIGTERM, or until the policy cannot be loaded or is lost."""
     # An Event's lock may be held by the very thread the handler interrupts; this queue is made for handlers.
     woken: queue.SimpleQueue[None] = queue.SimpleQueue()
     signals: list[int] = []
@@ -220,7 +222,8 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
         owner.start()
         woken.get()
         failed = owner.status.phase is Phase.FAILED
-        say("info", "stopping" if signals else "the policy cannot be loaded; ending")
+        why = "the policy was lost; ending" if quiet else "the policy cannot be loaded; ending"
+        say("info", "stopping" if signals else why)
         ended = [server.stop(SERVER_GRACE_S), owner.stop(OWNER_GRACE_S)]
     finally:
         for number, handler in previous.items():

@@ -94,8 +94,9 @@ def _engine_options(args: argparse.Namespace, report: dict[str, Any]) -> None:
     try:
         config = EngineConfig.preset(args.preset, torch.device("cuda" if gpu else "cpu"), **options)
         report["_engine"] = config
-        same = ", deterministic" if config.deterministic else ""
-        report["engine"] = f"{config.evaluations_text} evaluations, tier {config.tier}{same}"
+        more = ", deterministic" if config.deterministic else ""
+        more += f", {config.gpus} GPUs" if config.gpus > 1 else ""
+        report["engine"] = f"{config.evaluations_text} evaluations, tier {config.tier}{more}"
     except (WamError, TypeError) as error:
         report["problems"].append(f"engine options: {error}")
 
@@ -103,6 +104,7 @@ def _engine_options(args: argparse.Namespace, report: dict[str, Any]) -> None:
 def _impossible(args: argparse.Namespace, network: Any, report: dict[str, Any]) -> None:
     """What this machine cannot carry out of the engine's options, where it has the device."""
     from wam_policy_ros.engine.build import resolve_device, resolve_dtype
+    from wam_policy_ros.engine.parallel.ranks import devices_of
     from wam_policy_ros.engine.preflight import Platform, refuse_impossible
 
     if (engine := report.get("_engine")) is None:
@@ -113,6 +115,7 @@ def _impossible(args: argparse.Namespace, network: Any, report: dict[str, Any]) 
         return  # a device that is not there is told with the memory
     try:
         refuse_impossible(engine, Platform.of(device), network.dit, resolve_dtype(engine.dtype, device))
+        devices_of(engine.gpus, device)
     except ConfigError as error:
         report["problems"].append(str(error))
 
@@ -154,15 +157,17 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
 
 
 def _sizes(network: dict[str, Any], engine: Any) -> tuple[float, float]:
-    """GiB of the weights on the device and of a session's window, as this engine keeps them in bf16."""
+    """GiB of the weights on the first device and of a session's window there, as this engine keeps them in bf16."""
     weights, session = network["bf16_weights_GiB"], network["bf16_session_GiB"]
+    apart = 2 if engine is not None and engine.gpus > 1 and engine.guidance_scale != 1.0 else 1
     if engine is None or engine.step == "plain":
-        return weights, session
+        return weights, session / apart
     if engine.linears == "fp8":
         weights -= network["eight_bit_parameters"] / 2**30
     if engine.text == "streamed":
         weights -= 2 * network["components"]["umT5 text encoder"]["parameters"] / 2**30
-    return max(weights, 0.0), network["fused_session_GiB"]["fp8" if engine.attention == "fp8" else "native"]
+    session = network["fused_session_GiB"]["fp8" if engine.attention == "fp8" else "native"]
+    return max(weights, 0.0), session / apart
 
 
 def _endpoint(config: ServerConfig, report: dict[str, Any]) -> list[str]:
