@@ -97,7 +97,7 @@ class Far(Protocol):
         """After ``restarted``.
 
         Raises:
-            Overloaded: there was no memory; the window does not exist.
+            Overloaded: somewhere there was no memory; what there is of the window has to be let go.
         """
         ...
 

@@ -185,7 +185,9 @@ class _Follower:
     def _let_go(self, number: int, unwanted: int, kept: int | None) -> None:
         mirror = self._mirrors[number]
         state = WindowState() if kept is None else mirror.windows[kept]
-        mirror.path.let_go(mirror.windows.pop(unwanted), state)
+        window = mirror.windows.pop(unwanted, None)  # None: there was no memory for it here
+        if window is not None:
+            mirror.path.let_go(window, state)
 
     # -- details ------------------------------------------------------------------------------------------------
 

@@ -147,15 +147,15 @@ class RemoteFar:
         flow = self._buffer("flow", self._flow_shape.numel())
         with self.ranks.exchanging(self._key) as groups:
             groups.from_branch(1, flow)
-        if self._device.type == "cuda":
-            self._events.append(torch.cuda.Event())
-            self._events[-1].record(torch.cuda.current_stream(self._device))
         return flow.view(self._flow_shape).clone()  # the next one comes into the same memory
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def pace(self) -> None:
         self.ranks.check()
+        if self._device.type == "cuda":  # passed when all evaluations before this one are done
+            self._events.append(torch.cuda.Event())
+            self._events[-1].record(torch.cuda.current_stream(self._device))
         while len(self._events) > 1:
             self._until(self._events.popleft())
 

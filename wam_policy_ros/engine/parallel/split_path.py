@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import Cancelled
+from wam_policy_ros.contract.errors import Cancelled, Overloaded
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.engine.config import NUM_STEPS, EngineConfig
 from wam_policy_ros.engine.encode import FirstFrame, Prompt, PromptEncoder
@@ -68,12 +69,14 @@ class SplitPath:
         try:
             near = self.local.restarted(state, first, own(self.local, prompt), None, reason)
         except BaseException:
-            self.far.confirm()
+            with suppress(Overloaded):
+                self.far.confirm()
             self.far.let_go(far, state.far)
             raise
         try:
             self.far.confirm()
-        except BaseException:  # there is no window
+        except BaseException:
+            self.far.let_go(far, state.far)  # some of several ranks may have it
             self.local.let_go(near, state)
             raise
         return replace(near, negative=negative, far=far)
