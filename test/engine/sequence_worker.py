@@ -49,7 +49,7 @@ def chunks(mode: str, exchange: Exchange = ALONE) -> dict[str, torch.Tensor]:
         how = {"branches": 2, "itemsize": 4, "kv_itemsize": 1 if mode == "eight bits" else 4}
         observed = dit.num_frame_per_block if i else 1
         foreseen = prefill_bytes(dit, size, observed, **how, plain=mode == "plain")
-        foreseen += EVALUATIONS * evaluation_bytes(dit, size, **how)
+        foreseen += EVALUATIONS * evaluation_bytes(dit, size, **how, plain=mode == "plain")
         assert sent_bytes(exchange) - before == foreseen, (mode, i)
     policy.close(session)
     return out

@@ -6,15 +6,19 @@ from wam_policy_ros.model.config import DiTConfig
 
 
 def evaluation_bytes(
-    dit: DiTConfig, ranks: int, *, branches: int = 1, itemsize: int = 2, kv_itemsize: int = 2, with_video: bool = True
-) -> int:
+    dit: DiTConfig, ranks: int, *, branches: int = 1, itemsize: int = 2, kv_itemsize: int = 2,
+    with_video: bool = True, plain: bool = False,
+) -> int:  # fmt: skip
     """Bytes that one rank sends to all others in one evaluation.
 
     Args:
         ranks: that share the evaluation. branches: guidance branches they evaluate together.
         itemsize: of the network's dtype; kv_itemsize: of what attention reads and writes.
         with_video: the video flow is wanted; without, the last layer gives the first branch's action rows alone.
+        plain: the plain network has nothing in common between branches, and always a video flow.
     """
+    if plain and branches > 1:
+        return branches * evaluation_bytes(dit, ranks, itemsize=itemsize, kv_itemsize=kv_itemsize)
     rows = dit.num_action_per_block
     run = run_length(dit, ranks, dit.num_frame_per_block)
     passes = _passes(dit, branches)
