@@ -110,16 +110,19 @@ def test_it_goes_on_from_where_a_policy_left_it(world: World, expert: Expert) ->
     assert world.outcome.success
 
 
-@pytest.mark.parametrize("name", ["mug", "blue_book"])
-def test_things_that_fell_over_are_lifted_too(world: World, expert: Expert, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "lies"),
+    [
+        ("mug", [0.5, -0.5, -0.5, -0.5]),  # on its side, handle up
+        ("mug", [0.6706, -0.6706, 0.2244, 0.2244]),  # on its side and handle
+        ("blue_book", [np.sqrt(0.5), np.sqrt(0.5), 0.0, 0.0]),  # on its cover
+    ],
+)
+def test_things_that_fell_over_are_lifted_too(world: World, expert: Expert, name: str, lies: list[float]) -> None:
     world.reset(5, f"lift_{name}")
     joint = world.model.joint(name)
     place = world.data.qpos[int(joint.qposadr[0]) :][:7]
-    place[2] = 0.04
-    if name == "mug":  # on its side, handle up
-        place[3:] = [0.5, -0.5, -0.5, -0.5]
-    else:  # on its cover
-        place[3:] = [np.sqrt(0.5), np.sqrt(0.5), 0.0, 0.0]
+    place[2:] = [0.04, *lies]
     for _ in range(10):
         world.hold()
     _lift(world, expert, 200)

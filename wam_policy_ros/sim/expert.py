@@ -115,19 +115,22 @@ class Expert:
                 return np.array([pos[0], pos[1], height]), heading, 1.0, 1.0
             return self._put_down(world, pos, heading)
         across, along = abs(float(off @ rot[:, 1])), abs(float(off @ rot[:, 0]))
-        turned = abs(half_circle(grasp.yaw_rad - heading))
+        turn = half_circle(grasp.yaw_rad - heading)
+        yaw, turned = heading + turn, abs(turn)  # half a turn of the hand is the same grasp: the nearer one
+        if abs(yaw) > _WIDEST_RAD:
+            yaw, turned = grasp.yaw_rad, abs(_wrapped(grasp.yaw_rad - heading))
         inside = across < 1.3 * grasp.slack_m and along < 2.0 * grasp.reach_m and turned < 0.35
         if inside and world.target_gripper > 0.1 and abs(off[2]) < 0.02:
-            return grasp.point_m, grasp.yaw_rad, 1.0, 0.3  # closing has begun: see it through
+            return grasp.point_m, yaw, 1.0, 0.3  # closing has begun: see it through
         aligned = across < 0.8 * grasp.slack_m and along < grasp.reach_m and turned < 0.2
         if aligned and abs(off[2]) < 0.010:
-            return grasp.point_m, grasp.yaw_rad, 1.0, 0.3
+            return grasp.point_m, yaw, 1.0, 0.3
         within = inside and pos[2] - TIP_M < grasp.top_m
         if (aligned or within) and closed < 0.1:
-            return grasp.point_m, grasp.yaw_rad, 0.0, 0.6
+            return grasp.point_m, yaw, 0.0, 0.6
         goal, low = self._above(pos, grasp)
         # Closed fingers open above everything: low down they may be in the mug or between two things.
-        return goal, grasp.yaw_rad, 1.0 if low and closed > 0.6 else 0.0, 1.0
+        return goal, yaw, 1.0 if low and closed > 0.6 else 0.0, 1.0
 
     def _above(self, pos: Array, grasp: Grasp) -> tuple[Array, bool]:
         """A point over the thing, higher the further away, straight up from among things; and whether it is low now."""
@@ -148,6 +151,12 @@ class Expert:
         return pos, heading, 0.0, 1.0
 
 
+def _wrapped(angle: float) -> float:
+    return float((angle + np.pi) % (2 * np.pi) - np.pi)
+
+
+# What the last joint allows with some reserve, as the heading of a hand that points down.
+_WIDEST_RAD = np.radians(110)
 _HIGHEST_M = max(objects.MUG_HEIGHT_M, 2 * objects.BOOK_HALF_M[2], 2 * objects.APPLE_RADIUS_M)
 
 

@@ -55,9 +55,13 @@ def _mug(position: Array, rotation: Array) -> Grasp:
         yaw = half_circle(np.arctan2(rotation[1, 0], rotation[0, 0])) / 2
         point = np.array([middle[0], middle[1], top - _UNDERSIDE_M + _ROOM_M])
         return Grasp(point, yaw, top, 0.008, 0.012)
-    # On its side: across its axis.
-    yaw = half_circle(np.arctan2(axis[1], axis[0]))
-    return Grasp(np.array([middle[0], middle[1], max(middle[2], _LOWEST_M)]), yaw, middle[2] + r, 0.008, 0.015)
+    # On its side: by the handle when that is up, else across the foot, where the handle is not in the way.
+    yaw, handle = half_circle(np.arctan2(axis[1], axis[0])), rotation[:, 0]
+    if handle[2] > 0.5:
+        point = position + axis * objects.MUG_HANDLE_M[2] + handle * (objects.MUG_HANDLE_M[0] + 0.010)
+        return Grasp(point, yaw, position[2] + r + 0.021, 0.015, 0.008)
+    point = position + axis * 0.006
+    return Grasp(np.array([point[0], point[1], max(point[2], _LOWEST_M)]), yaw, position[2] + r, 0.008, 0.008)
 
 
 def _book(position: Array, rotation: Array) -> Grasp:

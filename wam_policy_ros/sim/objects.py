@@ -13,6 +13,8 @@ from .meshes import lathe, sweep
 from .shapes import THING_BITS, Geom, capsule_between, collider, surface, visible_box
 
 MUG_RADIUS_M, MUG_HEIGHT_M, MUG_WALL_M = 0.0315, 0.075, 0.0035
+MUG_HANDLE_M = (MUG_RADIUS_M - 0.002, 0.0, 0.52 * MUG_HEIGHT_M)
+"""Middle of the handle's bow."""
 APPLE_RADIUS_M = 0.032
 BOOK_HALF_M = (0.060, 0.019, 0.036)  # along the spine, thickness, height; it stands on its long edge
 PLATE_HALF_M, PLATE_HEIGHT_M = 0.065, 0.012
@@ -82,7 +84,7 @@ def _mug(spec: mujoco.MjSpec, body: mujoco.MjsBody, name: str) -> None:
     profile += [(r - wall, h - 0.001), (r - wall, 0.008), (r - wall - 0.004, 0.004), (0.0, 0.004)]
     surface(spec, body, f"{name}_cup", lathe(profile, 28), name)
     t = np.linspace(-np.pi / 2 - 0.25, np.pi / 2 + 0.25, 12)
-    path = np.stack([r - 0.002 + 0.021 * np.cos(t), 0 * t, h * 0.52 + 0.0225 * np.sin(t)], axis=1)
+    path = np.array(MUG_HANDLE_M) + np.stack([0.021 * np.cos(t), 0 * t, 0.0225 * np.sin(t)], axis=1)
     surface(spec, body, f"{name}_handle", sweep(path, [0.0036] * len(t), sides=10, flat=1.5), name)
     sides = 16
     half_width = (r - wall / 2) * np.tan(np.pi / sides)
@@ -92,7 +94,9 @@ def _mug(spec: mujoco.MjSpec, body: mujoco.MjsBody, name: str) -> None:
         centre = ((r - wall / 2) * np.cos(a), (r - wall / 2) * np.sin(a), h / 2 + 0.0015)
         size = (wall / 2, half_width, h / 2 - 0.0015)
         collider(body, Geom.mjGEOM_BOX, size, 0.012, THING_BITS, pos=centre, quat=(np.cos(a / 2), 0, 0, np.sin(a / 2)))
-    collider(body, Geom.mjGEOM_CYLINDER, (r - 0.001, 0.002), 0.05, THING_BITS, pos=(0, 0, 0.002))
+    # A square foot: four contacts that stay where they are, a round one rocks with some versions of the engine.
+    foot = (r - 0.001) * np.sqrt(0.5)
+    collider(body, Geom.mjGEOM_BOX, (foot, foot, 0.002), 0.05, THING_BITS, pos=(0, 0, 0.002))
     knots = path[[0, 3, 6, 8, 11]]
     for start, end in itertools.pairwise(knots):
         capsule_between(body, start, end, 0.0042, 0.005, THING_BITS)
