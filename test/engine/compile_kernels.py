@@ -9,6 +9,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -34,9 +35,8 @@ def _empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _product(columns: int, *, scaled: bool, dtype: torch.dtype = BF16) -> Product:
-    raw = _empty(M, columns, dtype=dtype)
-    return Product(raw, _empty(M, dtype=F32), _empty(columns, dtype=F32), _empty(columns)) if scaled else Product(raw)
+def _product(columns: int) -> Product:
+    return Product(_empty(M, columns), _empty(columns))
 
 
 def launches(name: str, machine: Machine) -> Iterator[tuple[str, Launch]]:
@@ -48,26 +48,25 @@ def launches(name: str, machine: Machine) -> Iterator[tuple[str, Launch]]:
     modulation = {"shift": groups, "scale": groups, "weight": None, "bias": None}
     affine = {"shift": None, "scale": None, "weight": _empty(D), "bias": _empty(D)}
     for kind, out in (("bf16", x), ("fp8", quantized_like(x, fp8))):
-        y, gate = _product(D, scaled=kind == "fp8"), groups
+        y, gate = _product(D), groups
         yield f"residual_norm gated {kind}", norms.plan_residual_norm(machine, x, y, gate, out, **modulation, **sizes)
         yield f"residual_norm affine {kind}", norms.plan_residual_norm(machine, x, y, None, out, **affine, **sizes)
         u, scaled = quantized_like(_empty(M, FFN), fp8) if kind == "fp8" else _empty(M, FFN), kind == "fp8"
-        yield f"gelu {kind}", activation.plan_rows(machine, _product(FFN, scaled=scaled), u, limit=fp8.max, gelu=True)
+        yield f"gelu {kind}", activation.plan_rows(machine, _product(FFN), u, limit=fp8.max, gelu=True)
         dtype = fp8.dtype if scaled else BF16
         q, cache = _empty(B, L, H, DH, dtype=dtype), _empty(B, 7945, H, DH, dtype=dtype)
-        qkv, weight, table = _product(3 * D, scaled=scaled), _empty(D), _empty(L, DH // 2, dtype=F32)
+        qkv, weight, table = _product(3 * D), _empty(D), _empty(L, DH // 2, dtype=F32)
         scales = (16.0, 16.0, 16.0) if scaled else None
         yield (
             f"qk_norm_rope_store {kind}",
             rope.plan_qk_norm_rope_store(machine, qkv, weight, weight, table, table, q, cache, cache, 880, EPS, scales),
         )
-        text, image, length = _empty(B, 512, H, DH), _empty(1, 257, H, DH), _empty(B, dtype=torch.int32)
+        text, image, length = _empty(B, H, 512, DH), _empty(1, H, 257, DH), _empty(B, dtype=torch.int32)
         yield (
             f"cross_attention {kind}",
             cross.plan_cross_attention(
-                machine, _product(D, scaled=scaled), _empty(M, dtype=F32), weight, text, text, length,
-                _empty(B, dtype=F32), image, image, _empty(M, D, dtype=dtype), L,
-                _empty(1, dtype=F32) if scaled else None, fp8.max,
+                machine, _empty(M, D), _empty(M, dtype=F32), text, text, length, _empty(B, dtype=F32),
+                image, image, _empty(M, D, dtype=dtype), L, _empty(1, dtype=F32) if scaled else None, fp8.max,
             ),
         )  # fmt: skip
         for ranks in (2, 8):
@@ -81,7 +80,7 @@ def launches(name: str, machine: Machine) -> Iterator[tuple[str, Launch]]:
             yield f"unpack_heads {kind} {ranks}", swap.plan_unpack_heads(machine, received, local, *into, VIDEO)
             yield f"pack_tokens {kind} {ranks}", swap.plan_pack_tokens(machine, mine, sent, VIDEO)
     yield "norm only", norms.plan_residual_norm(machine, x, None, None, quantized_like(x, fp8), **modulation, **sizes)
-    yield "rms_rstd", norms.plan_rms_rstd(machine, _product(D, scaled=True), _empty(M, dtype=F32), EPS)
+    yield "rms_rstd", norms.plan_rms_rstd(machine, x, _empty(M, dtype=F32), EPS)
     wide = _empty(M, FFN, dtype=F32)
     yield "quantize_rows", activation.plan_rows(machine, Product(x), quantized_like(x, fp8), limit=fp8.max, gelu=False)
     yield (
@@ -90,7 +89,7 @@ def launches(name: str, machine: Machine) -> Iterator[tuple[str, Launch]]:
     )
 
 
-def compiled(launch: Launch, machine: Machine) -> dict[str, int]:
+def compiled(launch: Launch, machine: Machine) -> dict[str, Any]:
     """Compile as the launcher would: same constants, same warps, pointers and multiples of 16 marked as such."""
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(launch.kernel.params):
@@ -109,7 +108,13 @@ def compiled(launch: Launch, machine: Machine) -> dict[str, int]:
     target = GPUTarget(machine.backend, machine.arch, machine.warp_size)
     kernel = triton.compile(ASTSource(launch.kernel, signature, constants, attributes), target=target, options=options)
     text = kernel.asm["ptx"] if "ptx" in kernel.asm else kernel.asm["amdgcn"]
-    return {"shared": kernel.metadata.shared, "threads": launch.num_warps * machine.warp_size} | _wide_accesses(text)
+    narrowing = [s for s in text.splitlines() if "cvt." in s and ".e4m3x2.f32" in s]
+    return {
+        "shared": kernel.metadata.shared,
+        "threads": launch.num_warps * machine.warp_size,
+        "limit": launch.arguments.get("limit"),
+        "saturating": bool(narrowing) and all(".satfinite." in s for s in narrowing),
+    } | _wide_accesses(text)
 
 
 def _wide_accesses(text: str) -> dict[str, int]:

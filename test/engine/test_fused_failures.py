@@ -194,6 +194,9 @@ def test_a_layer_of_any_width(fp8, rows, inputs, outputs):
     torch.testing.assert_close(out.raw.double(), a @ b.T, rtol=1e-5, atol=1e-5)
     error = float((out.raw - x @ weight.T).norm() / (x @ weight.T).norm())
     assert 0.005 < error < 0.1, error
+    whole = replace(layer, adds_bias=True)(x)
+    assert whole.bias is None and whole.raw.is_contiguous()
+    torch.testing.assert_close(whole.raw, out.raw + bias, rtol=1e-5, atol=1e-5)
 
 
 def test_every_parameter_is_eight_bit_or_has_a_reason_not_to_be():

@@ -290,7 +290,7 @@ def test_cross_attention_has_one_scale_per_layer_that_nothing_exceeds():
     slot = session.window.slot
     rows = [int(n) for n in slot.text_rows]
     for layer in range(slot.layout.dit.num_layers):
-        texts = [float(slot.text_v[layer, b, :n].abs().max()) for b, n in enumerate(rows)]
+        texts = [float(slot.text_v[layer, b, :, :n].abs().max()) for b, n in enumerate(rows)]
         bound = max(texts) + float(slot.image_v[layer].abs().max())
         scale = float(slot.cross_scale[layer])
         assert 0.49 * top < scale * bound < top and np.log2(scale) % 1 == 0

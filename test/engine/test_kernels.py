@@ -11,6 +11,7 @@ from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.engine.fp8 import E4M3FN, E4M3FNUZ, fp8_for, fp8_for_architecture
 from wam_policy_ros.engine.kernels import ops
 from wam_policy_ros.engine.kernels.reference import saturated, value
+from wam_policy_ros.engine.kernels.tensors import folded_keys
 from wam_policy_ros.model.attention import KV, CrossAttention, CrossKV, RMSNorm
 from wam_policy_ros.model.errors import ShapeError
 from wam_policy_ros.model.rope import Rotary, rotate
@@ -32,11 +33,9 @@ def _dequantized(q: ops.Quantized) -> torch.Tensor:
     return q.values.float() * q.row_scale.unsqueeze(-1)
 
 
-def test_a_product_is_scaled_by_row_and_column_before_the_bias():
-    raw, row, col, bias = torch.randn(3, 4), torch.rand(3), torch.rand(4), torch.randn(4)
-    expected = torch.stack([raw[i] * row[i] * col + bias for i in range(3)])
-    assert torch.allclose(value(ops.Product(raw, row, col, bias)), expected)
-    assert torch.allclose(value(ops.Product(raw, row[:1])), raw * row[0])
+def test_a_product_is_what_the_multiplication_left_and_a_bias():
+    raw, bias = torch.randn(3, 4), torch.randn(4)
+    assert torch.equal(value(ops.Product(raw, bias)), raw + bias)
     assert torch.equal(value(ops.Product(raw)), raw)
 
 
@@ -93,6 +92,12 @@ def test_qk_norm_rope_store_is_the_norm_and_rotation_of_self_attention():
     assert not any(t.any() for t in outside)
 
 
+def _as_taken(network: CrossAttention, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[B, keys, H, Dh]`` of the network in the form of the fused operation."""
+    k = folded_keys(k.flatten(2), network.norm_q.weight.data, DH).view_as(k)
+    return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+
 def test_cross_attention_is_the_networks_with_one_row_for_all_padding():
     network = CrossAttention(D, H, EPS)
     for norm in (network.norm_q, network.norm_k, network.norm_k_img):
@@ -104,26 +109,28 @@ def test_cross_attention_is_the_networks_with_one_row_for_all_padding():
     x, kv = torch.randn(B, L, D), network.image_kv(torch.randn(B, 9, D))
     text = network.text_kv(context)
     expected = network(x, CrossKV(text, kv))
-    short = [torch.full((B, capacity, H, DH), float("nan")) for _ in range(2)]
+    short = [torch.full((B, H, capacity, DH), float("nan")) for _ in range(2)]
     for b, n in enumerate(words):
-        for mine, whole in zip(short, text, strict=True):
-            mine[b, : n + 1] = whole[b, : n + 1]
-    q = ops.Product(F.linear(x, network.q.weight).reshape(M, D), bias=network.q.bias.data)
+        for mine, whole in zip(short, _as_taken(network, *text), strict=True):
+            mine[b, :, : n + 1] = whole[b, :, : n + 1]
+    q = network.q(x).reshape(M, D)
     attended = ops.cross_attention(
-        q, ops.rms_rstd(q, EPS), network.norm_q.weight.data, *short, torch.tensor(words, dtype=torch.int32) + 1,
-        torch.tensor([float(text_len - n) for n in words]), *kv, tokens=L,
+        q, ops.rms_rstd(q, EPS), *short, torch.tensor(words, dtype=torch.int32) + 1,
+        torch.tensor([float(text_len - n) for n in words]), *_as_taken(network, *kv), tokens=L,
     )  # fmt: skip
     assert torch.allclose(network.o(attended).reshape(B, L, D), expected, atol=1e-4)
 
 
 def test_cross_attention_without_padding_counts_every_row_once_and_shares_the_image():
     network = CrossAttention(D, H, EPS)
+    nn.init.normal_(network.norm_q.weight)
     x = torch.randn(B, L, D)
     text, image = network.text_kv(torch.randn(B, 4, D)), network.image_kv(torch.randn(1, 9, D))
     expected = network(x, CrossKV(text, KV(*(t.expand(B, -1, -1, -1) for t in image))))
-    q = ops.Product(network.q(x).reshape(M, D))
+    q = network.q(x).reshape(M, D)
     four, none = torch.tensor([4, 4], dtype=torch.int32), torch.zeros(B)
-    args = (q, ops.rms_rstd(q, EPS), network.norm_q.weight.data, *text, four, none, *image, L)
+    text, image = _as_taken(network, *text), _as_taken(network, *image)
+    args = (q, ops.rms_rstd(q, EPS), *text, four, none, *image, L)
     assert torch.allclose(network.o(ops.cross_attention(*args)).reshape(B, L, D), expected, atol=1e-4)
     eight = ops.cross_attention(*args, out_scale=torch.tensor(50.0), fp8=E4M3FN)
     assert eight.dtype == E4M3FN.dtype
@@ -179,8 +186,8 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
         ops.residual_norm(x, y, torch.ones(1, D), eps=EPS, tokens=L, video_tokens=VIDEO)
     with pytest.raises(ShapeError, match="multiple of tokens"):
         ops.residual_norm(x, y, None, eps=EPS, tokens=L + 1, video_tokens=VIDEO)
-    with pytest.raises(ShapeError, match=r"y\.row_scale"):
-        ops.residual_norm(x, y._replace(row_scale=torch.ones(3)), None, eps=EPS, tokens=L, video_tokens=VIDEO)
+    with pytest.raises(ShapeError, match=r"y\.bias"):
+        ops.residual_norm(x, y._replace(bias=torch.ones(3)), None, eps=EPS, tokens=L, video_tokens=VIDEO)
     wide = ops.Product(torch.randn(M, 2 * D)[:, :D])
     with pytest.raises(ShapeError, match=f"rows {2 * D} apart"):
         ops.residual_norm(x, wide, None, eps=EPS, tokens=L, video_tokens=VIDEO)

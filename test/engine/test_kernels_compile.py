@@ -47,6 +47,18 @@ def test_every_kernel_compiles_within_the_machines_limits(compiled, name):
         assert line["wide"] >= 0.9 * line["loads"] or line["kernel"].startswith("cross_attention"), line
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", list(MACHINES))
+def test_what_no_instruction_saturates_is_clamped(compiled, name):
+    """By fixed scales a value may be too large for 8 bits; a GPU that rounds it to NaN needs it clamped before."""
+    fixed = ("qk_norm_rope_store fp8", "cross_attention fp8")
+    lines = [line for line in compiled[name] if line["kernel"] in fixed]
+    assert len(lines) == len(fixed)
+    for line in lines:
+        assert line["saturating"] if line["limit"] is None else line["limit"] in (240.0, 448.0), line
+        assert (line["limit"] is None) is MACHINES[name].saturates, line
+
+
 def test_threads_become_warps_of_the_machines_width():
     assert MACHINES["sm_90"].warps(256) == 8 and MACHINES["gfx942"].warps(256) == 4
     assert Machine("hip", "gfx942", 64, 65536).warps(32) == 1

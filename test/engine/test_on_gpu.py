@@ -317,6 +317,11 @@ def test_eight_bit_products_equal_their_twin(rows, inputs, outputs):
     assert float((out - twin).norm() / twin.norm()) < 1e-2  # rounding to bf16 and the GPU's short accumulator
     exact = x.float() @ weight.float().T
     assert float((out - exact).norm() / exact.norm()) < 0.1
+    bias = (exact.std() * torch.randn(outputs, generator=g)).bfloat16()
+    with torch.inference_mode():
+        whole = replace(layers[1], bias=bias.to(DEVICE), adds_bias=True)(x.to(DEVICE))
+    assert whole.bias is None and whole.raw.is_contiguous()
+    assert float((whole.raw.float().cpu() - out - bias.float()).norm() / out.norm()) < 1e-2
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(357, 800), (128, 128), (25, 1000)])

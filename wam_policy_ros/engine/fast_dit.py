@@ -20,6 +20,7 @@ from .fast_attention import Attention, Fp8Scales
 from .fp8 import Fp8
 from .kernels import ops
 from .kernels.ops import Product, Quantized
+from .kernels.tensors import folded_keys
 from .quantize import Fp8Linear, Linear, NativeLinear, finished, fused, native_weight
 from .window_slots import WindowSlot
 
@@ -90,11 +91,12 @@ class FastBlock:
         }
         layers: dict[str, Linear] = {}
         for name, parts in groups.items():
+            adds_bias = name == "cross_q"
             if fp8 is None:
                 weight, bias = fused(*parts) if len(parts) > 1 else (parts[0].weight, parts[0].bias)
-                layers[name] = NativeLinear(weight, bias)
+                layers[name] = NativeLinear(weight, bias, adds_bias)
             else:
-                layers[name] = Fp8Linear.from_layers(parts, fp8)
+                layers[name] = Fp8Linear.from_layers(parts, fp8, adds_bias=adds_bias)
                 for part in parts:
                     part.to("meta")  # whoever still calls the plain layer gets an error, not stale weights
         return cls(
@@ -111,7 +113,7 @@ class FastBlock:
 
 @dataclass(frozen=True)
 class TextKeys:
-    """Cross-attention K/V of one prompt, ``[layers, rows, heads, head_dim]`` each.
+    """Cross-attention K/V of one prompt, ``[layers, heads, rows, head_dim]`` each; keys are folded (``_keys``).
 
     All padding rows of a prompt are equal (their text states are zero), so one of them is kept, as the last row, and
     counts ``padding`` times.
@@ -187,9 +189,9 @@ class FastDiT:
         if slot.loaded[branch] is keys:
             return
         slot.loaded[branch] = None  # until all of it is there
-        rows = keys.k.shape[1]
-        slot.text_k[:, branch, :rows] = keys.k
-        slot.text_v[:, branch, :rows] = keys.v
+        rows = keys.k.shape[2]
+        slot.text_k[:, branch, :, :rows] = keys.k
+        slot.text_v[:, branch, :, :rows] = keys.v
         slot.text_rows[branch] = rows
         slot.text_padding[branch] = keys.padding
         slot.text_peak[branch] = _peaks(keys.v)
@@ -206,14 +208,16 @@ class FastDiT:
             slot.set_cross_scale(self.fp8.max)
 
     def _keys(self, embedded: Tensor, layers: list[tuple[Linear, Linear, Tensor]]) -> tuple[Tensor, Tensor]:
-        """``[layers, rows, heads, head_dim]`` keys and values from ``[rows, D]``."""
+        """``[layers, heads, rows, head_dim]`` keys and values from ``[rows, D]``; ``layers``: what makes them, and the
+        weight of the keys' norm. Keys are folded (``folded_keys``), then rounded once."""
         heads = (self.cfg.num_heads, self.cfg.head_dim)
         ks, vs = [], []
-        for to_k, to_v, norm in layers:
+        for block, (to_k, to_v, norm) in zip(self.blocks, layers, strict=True):
             k = finished(to_k(embedded)).float()
-            k = (k * torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + self.cfg.eps)).to(embedded.dtype) * norm
-            ks.append(k.unflatten(-1, heads))
-            vs.append(finished(to_v(embedded)).unflatten(-1, heads))
+            k = k * torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + self.cfg.eps) * norm.float()
+            k = folded_keys(k, block.cross_norm_q, self.cfg.head_dim).to(embedded.dtype)
+            ks.append(k.unflatten(-1, heads).transpose(0, 1))
+            vs.append(finished(to_v(embedded)).unflatten(-1, heads).transpose(0, 1))
         return torch.stack(ks), torch.stack(vs)
 
     # -- the two kinds of call ----------------------------------------------------------------------------------
@@ -375,10 +379,10 @@ class FastDiT:
                 weight=block.norm3_weight,
                 bias=block.norm3_bias,
             )
-            query = block.cross_q(h)
+            query = finished(block.cross_q(h))
             rstd = ops.rms_rstd(query, cfg.eps)
             if i == 0 and count < branches:
-                query, rstd, hidden = _repeated(query, branches), rstd.repeat(branches), hidden.repeat(branches, 1)
+                query, rstd, hidden = query.repeat(branches, 1), rstd.repeat(branches), hidden.repeat(branches, 1)
                 count = branches
             crossed = self._cross(i, slot, query, rstd, own, count)
             h = norm(block.cross_o(crossed), None, shift=mods[i, :, 3], scale=mods[i, :, 4])
@@ -386,13 +390,12 @@ class FastDiT:
         return hidden, pending
 
     def _cross(
-        self, layer: int, slot: WindowSlot, query: Product, rstd: Tensor, tokens: int, branches: int
+        self, layer: int, slot: WindowSlot, query: Tensor, rstd: Tensor, tokens: int, branches: int
     ) -> Tensor | Quantized:
         """Cross-attention of ``branches`` times ``tokens`` rows, as the output layer takes it."""
         crossed = ops.cross_attention(
             query,
             rstd,
-            self.blocks[layer].cross_norm_q,
             slot.text_k[layer][:branches],
             slot.text_v[layer][:branches],
             slot.text_rows[:branches],
@@ -446,11 +449,6 @@ class FastDiT:
                 self._static_scales[key] = torch.full((len(x),), 1 / scale, dtype=torch.float32, device=x.device)
             return Quantized(x, self._static_scales[key])
         return x if self.fp8 is None else ops.quantize_rows(x, self.fp8)
-
-
-def _repeated(product: Product, times: int) -> Product:
-    """The same rows for several branches."""
-    return product._replace(raw=product.raw.repeat(times, 1))
 
 
 def _peaks(values: Tensor) -> Tensor:

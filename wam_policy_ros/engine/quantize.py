@@ -1,13 +1,15 @@
 """Linear layers of the fused step: native precision, or FP8 weights with one scale per output row.
 
 A layer gives a ``Product``: the GEMM's output with its bias still to be added, because the kernel that reads it next
-adds it for free. See the table ``KEPT_NATIVE`` for what is never quantised.
+adds it for free. An attention would have to take its queries through registers for that, so there the layer
+``adds_bias`` itself: an epilogue, which on a GPU was measured to cost 1 % of the product. See the table ``KEPT_NATIVE``
+for what is never quantised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import torch
@@ -52,15 +54,19 @@ class NativeLinear:
 
     Attributes:
         weight: ``[N, K]``; bias: ``[N]`` or None.
+        adds_bias: whether the product has it already.
     """
 
     weight: Tensor
     bias: Tensor | None
+    adds_bias: bool = False
 
     def __call__(self, x: Tensor | Quantized) -> Product:
         if isinstance(x, Quantized):
             raise TypeError("a native layer was given quantised activations")
-        return Product(F.linear(x, self.weight), None, None, self.bias)
+        if self.adds_bias:
+            return Product(F.linear(x, self.weight, self.bias))
+        return Product(F.linear(x, self.weight), self.bias)
 
 
 _ALIGNED = 16
@@ -80,6 +86,7 @@ class Fp8Linear:
         bias: ``[outputs]`` in the network's dtype, or None.
         fp8: the format; dtype: of the raw product.
         outputs: columns of the product.
+        adds_bias: whether the product has the bias already.
     """
 
     weight: Tensor
@@ -88,6 +95,7 @@ class Fp8Linear:
     fp8: Fp8
     dtype: torch.dtype
     outputs: int
+    adds_bias: bool = False
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None, fp8: Fp8) -> Fp8Linear:
@@ -96,15 +104,17 @@ class Fp8Linear:
         return cls._of(q.values, q.row_scale, bias, fp8, weight.dtype)
 
     @classmethod
-    def from_layers(cls, layers: Sequence[nn.Linear], fp8: Fp8) -> Fp8Linear:
+    def from_layers(cls, layers: Sequence[nn.Linear], fp8: Fp8, *, adds_bias: bool = False) -> Fp8Linear:
         """Layers with the same input, stacked: quantised here, or as they are when their weights are 8-bit already."""
         weight = torch.cat([p.weight for p in layers]) if len(layers) > 1 else layers[0].weight
         bias = torch.cat([p.bias for p in layers])
         if not is_quantised(layers[0]):
-            return cls.from_weight(weight, bias, fp8)
-        if weight.dtype != fp8.dtype:
+            layer = cls.from_weight(weight, bias, fp8)
+        elif weight.dtype == fp8.dtype:
+            layer = cls._of(weight, torch.cat([cast(Tensor, p.weight_scale) for p in layers]), bias, fp8, bias.dtype)
+        else:
             raise ConfigError("8-bit weights of another format", got=weight.dtype, expected=fp8.name)
-        return cls._of(weight, torch.cat([cast(Tensor, p.weight_scale) for p in layers]), bias, fp8, bias.dtype)
+        return replace(layer, adds_bias=adds_bias)
 
     @classmethod
     def _of(cls, values: Tensor, scale: Tensor, bias: Tensor | None, fp8: Fp8, dtype: torch.dtype) -> Fp8Linear:
@@ -115,21 +125,26 @@ class Fp8Linear:
     def __call__(self, x: Tensor | Quantized) -> Product:
         values, row_scale = x if isinstance(x, Quantized) else quantize_rows(x, self.fp8)
         values = _padded(values, len(values), self.weight.shape[1])
+        bias = self.bias if self.adds_bias else None
+        if bias is not None and len(bias) < len(self.weight):
+            bias = F.pad(bias, (0, len(self.weight) - len(bias)))
         if values.device.type == "cpu":
             raw = values.float() @ self.weight.float().T
-            raw = (raw * row_scale.unsqueeze(1) * self.scale).to(self.dtype)
+            raw = raw * row_scale.unsqueeze(1) * self.scale
+            raw = (raw if bias is None else raw + bias.float()).to(self.dtype)
         else:
             raw = torch._scaled_mm(
                 values,
                 self.weight.t(),
                 scale_a=row_scale.unsqueeze(1),
                 scale_b=self.scale.unsqueeze(0),
+                bias=bias,
                 out_dtype=self.dtype,
                 use_fast_accum=True,
             )
         if raw.shape[1] != self.outputs:
             raw = raw[:, : self.outputs].contiguous()
-        return Product(raw, None, None, self.bias)
+        return Product(raw, None if self.adds_bias else self.bias)
 
 
 def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -139,15 +154,9 @@ def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def finished(product: Product) -> Tensor:
-    """The value of a product ``[M, N]``, for callers outside the loop."""
-    out = product.raw.float()
-    if product.row_scale is not None:
-        out = out * product.row_scale.reshape(-1, 1)
-    if product.col_scale is not None:
-        out = out * product.col_scale
-    if product.bias is not None:
-        out = out + product.bias.float()
-    return out.to(product.raw.dtype)
+    """The value of a product ``[M, N]``: outside the loop, or of a layer that ``adds_bias``."""
+    raw, bias = product
+    return raw if bias is None else (raw.float() + bias.float()).to(raw.dtype)
 
 
 def is_quantised(layer: nn.Linear) -> bool:

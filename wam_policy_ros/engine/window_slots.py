@@ -89,9 +89,10 @@ class WindowSlot:
     Attributes:
         index: number of the slot within its pool; graphs are kept per index.
         k, v: per layer ``[branches, rows, heads / ranks, head_dim]``, keys after rotation; see ``layout.first_shared``.
-        text_k, text_v: ``[layers, branches, text_len, heads, head_dim]``; only ``text_rows`` of them are valid.
+        text_k, text_v: ``[layers, branches, heads, text_len, head_dim]``, keys folded (``tensors.folded_keys``); only
+            ``text_rows`` of them are valid.
         text_rows: int32 ``[branches]``; text_padding: float32 ``[branches]``, how often the last valid row counts.
-        image_k, image_v: ``[layers, 1, 257, heads, head_dim]``, the same for both branches.
+        image_k, image_v: ``[layers, 1, heads, 257, head_dim]``, the same for both branches; keys folded.
         text_peak: float32 ``[branches, layers]``, largest magnitude of a prompt's values; image_peak: ``[layers]``, of
             the picture's.
         cross_scale: float32 ``[layers, 1]``, by which outputs of cross-attention are multiplied before they are rounded
@@ -104,10 +105,9 @@ class WindowSlot:
         self.layout, self.index = layout, index
         dit, device = layout.dit, layout.device
 
-        def buffer(branches: int, rows: int, dtype: torch.dtype) -> Tensor:
+        def buffer(*shape: int) -> Tensor:
             # Attention never reads a row that was not written, but fp8 GEMMs and tests may look at all of them.
-            heads = (dit.num_heads, dit.head_dim)
-            return torch.zeros(dit.num_layers, branches, rows, *heads, dtype=dtype, device=device)
+            return torch.zeros(dit.num_layers, *shape, dit.head_dim, dtype=layout.dtype, device=device)
 
         def window() -> tuple[Tensor, ...]:
             heads = (dit.num_heads // layout.ranks, dit.head_dim)
@@ -115,8 +115,8 @@ class WindowSlot:
             return whole.split(layout.windows)
 
         self.k, self.v = window(), window()
-        self.text_k, self.text_v = (buffer(layout.branches, dit.text_len, layout.dtype) for _ in range(2))
-        self.image_k, self.image_v = (buffer(1, IMAGE_TOKENS, layout.dtype) for _ in range(2))
+        self.text_k, self.text_v = (buffer(layout.branches, dit.num_heads, dit.text_len) for _ in range(2))
+        self.image_k, self.image_v = (buffer(1, dit.num_heads, IMAGE_TOKENS) for _ in range(2))
         self.text_rows = torch.zeros(layout.branches, dtype=torch.int32, device=device)
         self.text_padding = torch.zeros(layout.branches, dtype=torch.float32, device=device)
         self.text_peak, self.image_peak, self.cross_scale, self.cross_unscale = (

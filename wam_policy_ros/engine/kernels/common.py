@@ -51,26 +51,9 @@ def clear_past_end(chunk, i: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def row_factor(row_ptr, row, ROW_STRIDE: tl.constexpr):
-    """Scale of one row of a product; stride 0 is one scale for all rows."""
-    if row_ptr is None:
-        factor = 1.0
-    else:
-        factor = tl.load(row_ptr + row * ROW_STRIDE)
-    return factor
-
-
-@triton.jit
-def finished(
-    raw, factor, col_ptr, bias_ptr, i: tl.constexpr, COL_STRIDE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Values of a product from what the matrix multiplication left: ``raw * row * column + bias``, float32."""
-    out = raw.to(tl.float32) * factor
-    if col_ptr is not None:
-        if COL_STRIDE == 0:
-            out = out * tl.load(col_ptr)
-        else:
-            out = out * load_shared_chunk(col_ptr, i, CHUNK, WIDTH)
+def finished(raw, bias_ptr, i: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Values of a product from what the matrix multiplication left, float32."""
+    out = raw.to(tl.float32)
     if bias_ptr is not None:
         out = out + load_shared_chunk(bias_ptr, i, CHUNK, WIDTH).to(tl.float32)
     return out
@@ -78,5 +61,7 @@ def finished(
 
 @triton.jit
 def saturate(x, limit):
-    """Clamp to +-limit. Comparisons instead of min and max, which would turn NaN into a number."""
-    return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
+    """Clamp to +-limit, where there is one (see ``Machine.saturates``). NaN stays NaN, which min and max would hide."""
+    if limit is not None:
+        x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
+    return x

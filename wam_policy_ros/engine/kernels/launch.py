@@ -22,6 +22,11 @@ class Machine:
     warp_size: int
     shared_bytes: int
 
+    @property
+    def saturates(self) -> bool:
+        """Whether rounding to 8-bit floats makes its largest value of what is larger by itself, and NaN of NaN only."""
+        return self.backend == "cuda"
+
     def warps(self, threads: int) -> int:
         """Warps of a program of this many threads; a power of two where ``threads`` is one."""
         return max(1, threads // self.warp_size)

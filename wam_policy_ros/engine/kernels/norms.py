@@ -9,17 +9,16 @@ from torch import Tensor
 
 from wam_policy_ros.engine.fp8 import Fp8
 
-from .common import clear_past_end, finished, load_chunk, load_shared_chunk, row_factor, store_chunk
+from .common import clear_past_end, finished, load_chunk, load_shared_chunk, store_chunk
 from .launch import VECTOR, Launch, Machine, chunking, machine_for
 from .tensors import Product, Quantized, product_arguments, quantized_like
 
 
 @triton.jit
 def residual_norm_kernel(
-    x_ptr, raw_ptr, row_ptr, col_ptr, product_bias_ptr,
-    gate_ptr, shift_ptr, scale_ptr, weight_ptr, bias_ptr, out_ptr, out_scale_ptr,
+    x_ptr, raw_ptr, product_bias_ptr, gate_ptr, shift_ptr, scale_ptr, weight_ptr, bias_ptr, out_ptr, out_scale_ptr,
     gate_stride, shift_stride, scale_stride, tokens, video_tokens, eps, limit,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROW_STRIDE: tl.constexpr, COL_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = index.to(tl.int64) * WIDTH
@@ -31,7 +30,6 @@ def residual_norm_kernel(
     for i in tl.static_range(COUNT):
         xs = xs + (load_chunk(x_ptr + row, i, CHUNK, WIDTH),)
     if raw_ptr is not None:
-        factor = row_factor(row_ptr, index, ROW_STRIDE)
         for i in tl.static_range(COUNT):
             raws = raws + (load_chunk(raw_ptr + row, i, CHUNK, WIDTH),)
     stream = ()
@@ -39,7 +37,7 @@ def residual_norm_kernel(
     for i in tl.static_range(COUNT):
         x = xs[i].to(tl.float32)
         if raw_ptr is not None:
-            y = finished(raws[i], factor, col_ptr, product_bias_ptr, i, COL_STRIDE, CHUNK, WIDTH)
+            y = finished(raws[i], product_bias_ptr, i, CHUNK, WIDTH)
             if gate_ptr is not None:
                 y = y * load_shared_chunk(gate_ptr + group * gate_stride, i, CHUNK, WIDTH).to(tl.float32)
             x = (x + y).to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -84,17 +82,12 @@ def residual_norm_kernel(
 
 
 @triton.jit
-def rms_rstd_kernel(
-    raw_ptr, row_ptr, col_ptr, product_bias_ptr, out_ptr, eps,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROW_STRIDE: tl.constexpr, COL_STRIDE: tl.constexpr,
-):  # fmt: skip
+def rms_rstd_kernel(x_ptr, out_ptr, eps, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr):
     index = tl.program_id(0)
     row = index.to(tl.int64) * WIDTH
-    factor = row_factor(row_ptr, index, ROW_STRIDE)
     squares = tl.zeros([CHUNK], tl.float32)
     for i in tl.static_range(COUNT):
-        raw = load_chunk(raw_ptr + row, i, CHUNK, WIDTH)
-        value = finished(raw, factor, col_ptr, product_bias_ptr, i, COL_STRIDE, CHUNK, WIDTH)
+        value = load_chunk(x_ptr + row, i, CHUNK, WIDTH).to(tl.float32)
         squares += value * value
     tl.store(out_ptr + index, tl.rsqrt(tl.sum(squares) / WIDTH + eps))
 
@@ -161,16 +154,14 @@ def residual_norm(
     return out
 
 
-def plan_rms_rstd(machine: Machine, q: Product, out: Tensor, eps: float) -> Launch:
-    rows, width = q.raw.shape
+def plan_rms_rstd(machine: Machine, x: Tensor, out: Tensor, eps: float) -> Launch:
+    rows, width = x.shape
     chunk, count = chunking(width)
-    arguments = product_arguments(q) | {
-        "out_ptr": out, "eps": eps, "WIDTH": width, "CHUNK": chunk, "COUNT": count,
-    }  # fmt: skip
+    arguments = {"x_ptr": x, "out_ptr": out, "eps": eps, "WIDTH": width, "CHUNK": chunk, "COUNT": count}
     return Launch(rms_rstd_kernel, (rows,), arguments, machine.warps(chunk // VECTOR))
 
 
-def rms_rstd(q: Product, eps: float) -> Tensor:
-    out = torch.empty(q.raw.shape[0], dtype=torch.float32, device=q.raw.device)
-    plan_rms_rstd(machine_for(q.raw.device), q, out, eps).run()
+def rms_rstd(x: Tensor, eps: float) -> Tensor:
+    out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    plan_rms_rstd(machine_for(x.device), x, out, eps).run()
     return out

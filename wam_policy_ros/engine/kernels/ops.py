@@ -66,8 +66,6 @@ def _check_product(what: str, product: Product, rows: int, columns: int) -> None
     _check(what, product.raw, (rows, columns))
     if not product.raw.is_contiguous():
         raise ShapeError(f"{what}: got rows {product.raw.stride(0)} apart, expected {columns}")
-    _check(f"{what}.row_scale", product.row_scale, (rows,), (1,))
-    _check(f"{what}.col_scale", product.col_scale, (columns,), (1,))
     _check(f"{what}.bias", product.bias, (columns,))
 
 
@@ -173,16 +171,15 @@ def qk_norm_rope_store(
     _implementation(q_out, plain).qk_norm_rope_store(qkv, wq, wk, cos, sin, q_out, k_cache, v_cache, start, eps, scales)
 
 
-def rms_rstd(q: Product, eps: float, *, plain: bool = False) -> Tensor:
-    """``1 / sqrt(mean(value ** 2) + eps)`` of the finished product's rows, float32 ``[M]``."""
-    _check_product("q", q, *q.raw.shape)
-    return _implementation(q.raw, plain).rms_rstd(q, eps)
+def rms_rstd(x: Tensor, eps: float, *, plain: bool = False) -> Tensor:
+    """``1 / sqrt(mean(x ** 2) + eps)`` of the rows of ``x [M, D]``, float32 ``[M]``."""
+    _check_product("x", Product(x), *x.shape)
+    return _implementation(x, plain).rms_rstd(x, eps)
 
 
 def cross_attention(
-    q: Product,
+    q: Tensor,
     rstd: Tensor,
-    wq: Tensor,
     text_k: Tensor,
     text_v: Tensor,
     text_len: Tensor,
@@ -201,36 +198,35 @@ def cross_attention(
     ``text_len`` rows, stands for ``pad_count`` rows: its weight is multiplied by that. ``pad_count`` 0: no padding row.
 
     Args:
-        q: ``[M, D]`` product. rstd: float32 ``[M]`` from :func:`rms_rstd`. wq: ``[D]``.
-        text_k, text_v: ``[B, capacity, H, Dh]``. text_len: int32 ``[B]``, at least 1; pad_count: float32 ``[B]``. Both
-            stay on the device.
-        image_k, image_v: ``[B, keys, H, Dh]``, or ``[1, ...]`` when the branches share them.
+        q: ``[M, D]``, with its bias, not normalised. rstd: float32 ``[M]`` from :func:`rms_rstd`.
+        text_k, text_v: ``[B, H, capacity, Dh]``, keys from ``tensors.folded_keys``. text_len: int32 ``[B]``, at least
+            1; pad_count: float32 ``[B]``. Both stay on the device.
+        image_k, image_v: ``[B, H, keys, Dh]``, or ``[1, ...]`` when the branches share them.
         out_scale: with ``fp8``: multiply by this before rounding to 8 bits, saturating. Float32 ``[1]`` or ``[]``, read
             on the device: a captured call follows the scale of the prompt.
 
     Returns:
-        ``[M, D]`` of the dtype of ``q.raw``, or of ``fp8.dtype``.
+        ``[M, D]`` of the dtype of ``q``, or of ``fp8.dtype``.
 
     Raises:
         ShapeError: shapes do not fit each other, or one of ``out_scale`` and ``fp8`` is missing.
     """
-    branches, capacity, heads, head_dim = text_k.shape
+    branches, heads, capacity, head_dim = text_k.shape
     rows, width = branches * tokens, heads * head_dim
-    _check_product("q", q, rows, width)
+    _check_product("q", Product(q), rows, width)
     _check("rstd", rstd, (rows,))
-    _check("wq", wq, (width,))
     for name, tensor in (("text_k", text_k), ("text_v", text_v)):
-        _check(name, tensor, (branches, capacity, heads, head_dim))
+        _check(name, tensor, (branches, heads, capacity, head_dim))
     _check("text_len", text_len, (branches,))
     _check("pad_count", pad_count, (branches,))
-    keys = image_k.shape[1]
+    keys = image_k.shape[2]
     for name, tensor in (("image_k", image_k), ("image_v", image_v)):
-        _check(name, tensor, (branches, keys, heads, head_dim), (1, keys, heads, head_dim))
+        _check(name, tensor, (branches, heads, keys, head_dim), (1, heads, keys, head_dim))
     if (out_scale is None) != (fp8 is None):
         raise ShapeError(f"out_scale and fp8 go together; got {out_scale} and {fp8}")
     _check("out_scale", out_scale, (1,), ())
-    return _implementation(q.raw, plain).cross_attention(
-        q, rstd, wq, text_k, text_v, text_len, pad_count, image_k, image_v, tokens, out_scale, fp8
+    return _implementation(q, plain).cross_attention(
+        q, rstd, text_k, text_v, text_len, pad_count, image_k, image_v, tokens, out_scale, fp8
     )
 
 

@@ -5,6 +5,8 @@ Signatures and shapes are those of ``ops``.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,10 +22,6 @@ SMALLEST_ROW = 1e-12
 def value(product: Product) -> Tensor:
     """The finished product, float32 ``[M, N]``."""
     out = product.raw.float()
-    if product.row_scale is not None:
-        out = out * product.row_scale.float().unsqueeze(-1)
-    if product.col_scale is not None:
-        out = out * product.col_scale.float()
     return out if product.bias is None else out + product.bias.float()
 
 
@@ -74,8 +72,8 @@ def residual_norm(
     return h.to(x.dtype) if fp8 is None else _quantized(h, fp8)
 
 
-def rms_rstd(q: Product, eps: float) -> Tensor:
-    return torch.rsqrt(value(q).square().mean(-1) + eps)
+def rms_rstd(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(x.float().square().mean(-1) + eps)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,17 +109,19 @@ def qk_norm_rope_store(
         target.copy_(saturated(out if scales is None else out * scales[i], target.dtype))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Softmax attention in float32; ``bias [B, 1, 1, keys]`` is added to the logits. All ``[B, tokens, H, Dh]``."""
-    logits = torch.einsum("blhd,bthd->bhlt", q, k) * q.shape[-1] ** -0.5
-    weights = torch.softmax(logits if bias is None else logits + bias, dim=-1)
-    return torch.einsum("bhlt,bthd->blhd", weights, v)
+def _attend(q: Tensor, rstd: Tensor, k: Tensor, v: Tensor, added: Tensor | None) -> Tensor:
+    """Softmax attention of ``q [B, tokens, H, Dh]`` to ``[B, H, keys, Dh]``; ``rstd [B, tokens]`` times the product of
+    queries and keys, and ``added [B, keys]``, are logits in powers of two."""
+    logits = torch.einsum("blhd,bhtd->bhlt", q, k) * rstd[:, None, :, None]
+    if added is not None:
+        logits = logits + added[:, None, None, :]
+    weights = torch.softmax(logits * math.log(2.0), dim=-1)
+    return torch.einsum("bhlt,bhtd->blhd", weights, v)
 
 
 def cross_attention(
-    q: Product,
+    q: Tensor,
     rstd: Tensor,
-    wq: Tensor,
     text_k: Tensor,
     text_v: Tensor,
     text_len: Tensor,
@@ -132,20 +132,20 @@ def cross_attention(
     out_scale: Tensor | None,
     fp8: Fp8 | None,
 ) -> Tensor:
-    branches, capacity, heads, _ = text_k.shape
-    query = (value(q) * rstd.unsqueeze(-1) * wq.float()).reshape(branches, tokens, heads, -1)
+    branches, heads, capacity, _ = text_k.shape
+    query, rstd = q.float().reshape(branches, tokens, heads, -1), rstd.reshape(branches, tokens)
     key = torch.arange(capacity, device=text_k.device)
     used = key < text_len.unsqueeze(-1)
     last = key == text_len.unsqueeze(-1) - 1
-    bias = torch.where(last, pad_count.clamp_min(1.0).log().unsqueeze(-1), 0.0).masked_fill(~used, float("-inf"))
+    added = torch.where(last, pad_count.clamp_min(1.0).log2().unsqueeze(-1), 0.0).masked_fill(~used, float("-inf"))
     # Rows past the text hold anything, NaN too; a weight of zero would not hide it.
-    rows = used[:, :, None, None]
-    text = _attend(query, text_k.float().where(rows, 0), text_v.float().where(rows, 0), bias[:, None, None])
+    rows = used[:, None, :, None]
+    text = _attend(query, rstd, text_k.float().where(rows, 0), text_v.float().where(rows, 0), added)
     image_k, image_v = (t.float().expand(branches, -1, -1, -1) for t in (image_k, image_v))
-    image = _attend(query, image_k, image_v, None)
+    image = _attend(query, rstd, image_k, image_v, None)
     out = (text + image).reshape(branches * tokens, -1)
     if out_scale is None or fp8 is None:
-        return out.to(q.raw.dtype)
+        return out.to(q.dtype)
     return saturated(out * out_scale, fp8.dtype)
 
 

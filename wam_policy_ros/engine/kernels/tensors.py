@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +12,14 @@ from wam_policy_ros.engine.fp8 import Fp8
 
 
 class Product(NamedTuple):
-    """What a matrix product left behind, not yet scaled: ``value = raw * row_scale[:, None] * col_scale + bias``.
+    """What a matrix product left behind: ``value = raw + bias``.
 
     Attributes:
         raw: ``[M, N]`` bf16 or float32, rows contiguous.
-        row_scale: float32 ``[M]``, or ``[1]`` for one scale for all rows, or None.
-        col_scale: float32 ``[N]``, or ``[1]``, or None.
-        bias: ``[N]`` of any float dtype, or None.
+        bias: ``[N]`` of any float dtype; None where there is none, or the product has added it.
     """
 
     raw: Tensor
-    row_scale: Tensor | None = None
-    col_scale: Tensor | None = None
     bias: Tensor | None = None
 
 
@@ -42,19 +39,24 @@ def quantized_like(x: Tensor, fp8: Fp8) -> Quantized:
 
 
 def product_arguments(product: Product | None) -> dict[str, Any]:
-    """Arguments by which every kernel that finishes a product takes it; a stride of 0 is one scale for all."""
-    raw, row, col, bias = product or (None, None, None, None)
-    return {
-        "raw_ptr": raw,
-        "row_ptr": row,
-        "col_ptr": col,
-        "product_bias_ptr": bias,
-        "ROW_STRIDE": int(row is not None and row.numel() > 1),
-        "COL_STRIDE": int(col is not None and col.numel() > 1),
-    }
+    """Arguments by which every kernel that finishes a product takes it."""
+    raw, bias = product or (None, None)
+    return {"raw_ptr": raw, "product_bias_ptr": bias}
 
 
 def words(x: Tensor) -> Tensor:
     """The same memory as integers, to be copied: ``[..., Dh]`` as 8-byte words, or as bytes where a head is no whole
     number of words."""
     return x.view(torch.uint8 if x.shape[-1] * x.dtype.itemsize % 8 else torch.int64)
+
+
+def folded_keys(k: Tensor, wq: Tensor, head_dim: int) -> Tensor:
+    """Keys as ``cross_attention`` takes them, float32: with everything in them that a logit is multiplied by but the
+    query's own ``rstd``, so that queries go from memory to the matrix units as they are.
+
+    ``(q * rstd * wq) . k / sqrt(Dh) = rstd * (q . folded) / log2(e)``, the logit in powers of two.
+
+    Args:
+        k: normalised keys ``[..., D]``; wq: ``[D]``, weight of the queries' norm.
+    """
+    return k.float() * (wq.float() * (math.log2(math.e) / math.sqrt(head_dim)))

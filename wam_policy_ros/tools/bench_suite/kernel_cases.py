@@ -12,6 +12,7 @@ from torch import Tensor
 from wam_policy_ros.engine.fp8 import Fp8, fp8_for
 from wam_policy_ros.engine.kernels import ops
 from wam_policy_ros.engine.kernels.ops import Product, Quantized
+from wam_policy_ros.engine.kernels.tensors import folded_keys
 
 EPS = 1e-6
 # Relative error of the whole against the twin. Both do float32 arithmetic and differ in the order of sums: a few values
@@ -71,14 +72,8 @@ class Inputs:
     def draw(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)
 
-    def product(self, columns: int, *, scaled: bool) -> Product:
-        """As a native layer leaves it (raw and bias), or an FP8 one whose scales are still to be applied."""
-        rows = self.sizes.rows
-        raw, bias = self.draw(rows, columns), self.draw(columns, scale=0.1)
-        if not scaled:
-            return Product(raw, None, None, bias)
-        row, column = (torch.rand(n, device=self.device) + 0.5 for n in (rows, columns))
-        return Product(raw, row, column, bias)
+    def product(self, columns: int) -> Product:
+        return Product(self.draw(self.sizes.rows, columns), self.draw(columns, scale=0.1))
 
 
 def values(out: Any) -> Tensor:
@@ -103,7 +98,7 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         yield _qk(make, eight=eight)
         yield _cross(make, eight=eight)
         yield from _moves(make, eight=eight)
-    q = [make.product(sizes.width, scaled=True) for _ in range(_SETS)]
+    q = [make.draw(sizes.rows, sizes.width) for _ in range(_SETS)]
     yield Case(
         "rms_rstd", lambda i: ops.rms_rstd(q[i % _SETS], EPS), partial(_error, ops.rms_rstd, lambda: (q[0], EPS)),
         FLOAT32_BOUND, 2 * sizes.rows * sizes.width,
@@ -119,7 +114,7 @@ def _rows(make: Inputs, *, eight: bool) -> Iterator[Case]:
     s, fp8 = make.sizes, make.fp8 if eight else None
     out, bound, kind = (1, FP8_BOUND, "fp8") if eight else (2, BF16_BOUND, "bf16")
     xs = [make.draw(s.rows, s.width) for _ in range(_SETS)]
-    ys = [make.product(s.width, scaled=eight) for _ in range(_SETS)]
+    ys = [make.product(s.width) for _ in range(_SETS)]
     # As the network has them: cut out of a table of six modulations, bf16.
     mods = make.draw(2, 6, s.width, scale=0.01)
     how: dict[str, Any] = {"eps": EPS, "tokens": s.tokens, "video_tokens": s.video_tokens, "fp8": fp8}
@@ -134,7 +129,7 @@ def _rows(make: Inputs, *, eight: bool) -> Iterator[Case]:
             f"residual_norm {name} {kind}", lambda i, call=call: call(xs[i % _SETS], ys[i % _SETS]),  # type: ignore[misc]
             partial(_error, both, lambda: (xs[0].clone(), ys[0])), bound, (6 + out) * s.rows * s.width,
         )  # fmt: skip
-    us = [make.product(s.ffn, scaled=eight) for _ in range(_SETS)]
+    us = [make.product(s.ffn) for _ in range(_SETS)]
     yield Case(
         f"gelu_quant {kind}", lambda i: ops.gelu_quant(us[i % _SETS], fp8),
         partial(_error, ops.gelu_quant, lambda: (us[0], fp8)), bound, (2 + out) * s.rows * s.ffn,
@@ -144,7 +139,7 @@ def _rows(make: Inputs, *, eight: bool) -> Iterator[Case]:
 def _qk(make: Inputs, *, eight: bool) -> Case:
     s = make.sizes
     dtype, bytes_out = (make.fp8.dtype, 1) if eight else (torch.bfloat16, 2)
-    qkv = [make.product(3 * s.width, scaled=eight) for _ in range(_SETS)]
+    qkv = [make.product(3 * s.width) for _ in range(_SETS)]
     wq, wk = make.draw(s.width), make.draw(s.width)
     angles = make.draw(s.tokens, s.head_dim // 2, dtype=torch.float32)
     cos, sin = angles.cos(), angles.sin()
@@ -203,21 +198,26 @@ def _moves(make: Inputs, *, eight: bool) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def cross_arguments(make: Inputs, *, scaled: bool, words: int | None = None) -> tuple[Any, ...]:
+def cross_arguments(make: Inputs, *, words: int | None = None) -> tuple[Any, ...]:
     """Everything ``cross_attention`` takes but the output format; ``words`` text keys instead of the usual ones."""
     s = make.sizes if words is None else make.sizes._replace(words=words)
-    q = make.product(s.width, scaled=scaled)
-    text = [make.draw(s.branches, 512, s.heads, s.head_dim) for _ in range(2)]
-    image = [make.draw(1, s.image_tokens, s.heads, s.head_dim) for _ in range(2)]
+    q, weight = make.draw(s.rows, s.width), make.draw(s.width)
+
+    def pair(branches: int, rows: int) -> tuple[Tensor, Tensor]:
+        k, v = (make.draw(branches, rows, s.heads, s.head_dim) for _ in range(2))
+        k = folded_keys(k.flatten(2), weight, s.head_dim).to(k.dtype).view_as(k)
+        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+    text, image = pair(s.branches, 512), pair(1, s.image_tokens)
     length = torch.full((s.branches,), s.words, dtype=torch.int32, device=make.device)
     padding = torch.full((s.branches,), 512.0 - s.words, device=make.device)
     rstd = ops.rms_rstd(q, EPS, plain=True)
-    return q, rstd, make.draw(s.width), *text, length, padding, *image, s.tokens
+    return q, rstd, *text, length, padding, *image, s.tokens
 
 
 def _cross(make: Inputs, *, eight: bool) -> Case:
     s = make.sizes
-    sets = [cross_arguments(make, scaled=eight) for _ in range(_SETS)]
+    sets = [cross_arguments(make) for _ in range(_SETS)]
     form = (torch.full((1,), 100.0, device=make.device), make.fp8) if eight else (None, None)
     keys = s.words + s.image_tokens
     moved = (3 if eight else 4) * s.rows * s.width + 4 * (s.branches * s.words + s.image_tokens) * s.width

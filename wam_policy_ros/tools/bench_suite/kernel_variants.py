@@ -45,7 +45,6 @@ class Shape(NamedTuple):
 
     changes: dict[str, Any]
     warps: int
-    stages: int = 1
     options: dict[str, Any] = {}  # noqa: RUF012 (never written)
 
 
@@ -86,19 +85,18 @@ def _changed(launch: Launch, shape: Shape, sizes: Sizes) -> Launch:
         grid=grid,
         arguments={**launch.arguments, **shape.changes},
         num_warps=shape.warps,
-        num_stages=shape.stages,
         options=shape.options,
     )
 
 
 def _text(launch: Launch, changes: dict[str, Any]) -> str:
     named = changes or {k: launch.arguments[k] for k in _SHOWN if k in launch.arguments}
-    words = [f"{k} {launch.arguments[k]}" for k in named if k != "COUNT"]
+    words = [f"{k} {launch.arguments[k]}" for k in named if k not in ("COUNT", "REST_N")]
     words += [f"{k} {v}" for k, v in launch.options.items()]
-    return " ".join([*words, f"warps {launch.num_warps} stages {launch.num_stages}"])
+    return " ".join([*words, f"warps {launch.num_warps}"])
 
 
-_SHOWN = ("CHUNK", "BLOCK_M", "BLOCK_N", "TEXT_BOUNDS", "BLOCK_H")
+_SHOWN = ("CHUNK", "BLOCK_M", "BLOCK_N", "STAGES", "BLOCK_H")
 
 
 def compile_all(found: list[Variant], device: torch.device) -> dict[int, str]:
@@ -214,7 +212,9 @@ def _heads(launch: Launch, machine: Machine) -> Iterator[Shape]:
 
 
 def _blocks(launch: Launch, machine: Machine) -> Iterator[Shape]:
-    """Queries of a program, keys of a block, warps, blocks fetched ahead; masks in all blocks (1) or the last (2)."""
+    """Queries of a program, keys of a block, warps, blocks fetched ahead."""
+    from wam_policy_ros.engine.kernels.cross import rest_block
+
     nvidia = machine.backend == "cuda"
     size = launch.arguments["BLOCK_D"] * 2
     # Two programs of 64 queries on one multiprocessor hide each other's waits and fetch every key twice.
@@ -226,11 +226,11 @@ def _blocks(launch: Launch, machine: Machine) -> Iterator[Shape]:
         for stages in ahead if nvidia else (1, 2):
             if (m + 2 * n * stages) * size > machine.shared_bytes:
                 continue
-            for bounds in (1, 2):
-                shape = {"BLOCK_M": m, "BLOCK_N": n, "TEXT_BOUNDS": bounds}
-                yield Shape(shape, machine.warps(threads), stages)
-                if nvidia and m == 64 and bounds == 1:  # three programs instead of two
-                    yield Shape(shape, machine.warps(threads), stages, {"maxnreg": 168})
+            rest = rest_block(launch.arguments["IMAGE_KEYS"], n)
+            shape = {"BLOCK_M": m, "BLOCK_N": n, "REST_N": rest, "STAGES": stages}
+            yield Shape(shape, machine.warps(threads))
+            if nvidia and m == 64:  # three programs instead of two
+                yield Shape(shape, machine.warps(threads), options={"maxnreg": 168})
 
 
 # -- launches -----------------------------------------------------------------------------------------------------
@@ -241,8 +241,7 @@ def _residual(make: Inputs, machine: Machine, *, eight: bool) -> Launch:
     from wam_policy_ros.engine.kernels.tensors import quantized_like
 
     s, mods = make.sizes, make.draw(2, 6, make.sizes.width, scale=0.01)
-    # As a matrix product with scales leaves it: the bias is still to be added.
-    x, y = make.draw(s.rows, s.width), make.product(s.width, scaled=False)
+    x, y = make.draw(s.rows, s.width), make.product(s.width)
     return norms.plan_residual_norm(
         machine, x, y, mods[:, 2], quantized_like(x, make.fp8) if eight else torch.empty_like(x), shift=mods[:, 3],
         scale=mods[:, 4], weight=None, bias=None, eps=EPS, tokens=s.tokens, video_tokens=s.video_tokens,
@@ -254,7 +253,7 @@ def _gelu(make: Inputs, machine: Machine) -> Launch:
     from wam_policy_ros.engine.kernels import activation
     from wam_policy_ros.engine.kernels.tensors import quantized_like
 
-    u = make.product(make.sizes.ffn, scaled=False)
+    u = make.product(make.sizes.ffn)
     return activation.plan_rows(machine, u, quantized_like(u.raw, make.fp8), limit=make.fp8.max, gelu=True)
 
 
@@ -269,7 +268,7 @@ def _quantize(make: Inputs, machine: Machine) -> Launch:
 def _rstd(make: Inputs, machine: Machine) -> Launch:
     from wam_policy_ros.engine.kernels import norms
 
-    q = make.product(make.sizes.width, scaled=False)
+    q = make.draw(make.sizes.rows, make.sizes.width)
     return norms.plan_rms_rstd(machine, q, torch.empty(make.sizes.rows, device=make.device), EPS)
 
 
@@ -277,7 +276,7 @@ def _rope(make: Inputs, machine: Machine) -> Launch:
     from wam_policy_ros.engine.kernels import rope
 
     s = make.sizes
-    qkv, weight = make.product(3 * s.width, scaled=False), make.draw(s.width)
+    qkv, weight = make.product(3 * s.width), make.draw(s.width)
     table = make.draw(s.tokens, s.head_dim // 2, dtype=torch.float32)
     q, k, v = (
         torch.zeros(s.branches, n, s.heads, s.head_dim, dtype=make.fp8.dtype, device=make.device)
@@ -291,7 +290,7 @@ def _cross(make: Inputs, machine: Machine, *, words: int) -> Launch:
     from wam_policy_ros.engine.kernels import cross
 
     s = make.sizes
-    *given, tokens = cross_arguments(make, scaled=False, words=words)
+    *given, tokens = cross_arguments(make, words=words)
     out = torch.empty(s.rows, s.width, dtype=make.fp8.dtype, device=make.device)
     scale = torch.full((1,), 100.0, device=make.device)
     return cross.plan_cross_attention(machine, *(*given, out, tokens, scale, make.fp8.max))
