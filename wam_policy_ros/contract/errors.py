@@ -7,6 +7,7 @@ could be taken for an action.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class WamError(Exception):
@@ -29,6 +30,10 @@ class WamError(Exception):
         if remedy is not None:
             parts.append(f"remedy: {remedy}")
         super().__init__("; ".join(parts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process: the subclasses' own arguments are in the attributes."""
+        return _again, (type(self), self.args), self.__dict__
 
 
 class ConfigError(WamError):
@@ -194,12 +199,23 @@ class PolicyLost(EngineError):
     back by itself: load it again. Sessions are lost with it."""
 
 
+class ReplicaDied(PolicyUnavailable):
+    """The process of one replica of the policy ended, or was ended because it hung. Its sessions are lost, those of the
+    other replicas are not."""
+
+
 class RemoteError(EngineError):
     """A policy server answered with an error instead of an action."""
 
 
 class ContractMismatch(ConfigError):
     """A policy server is not the one that was asked for: embodiment, cameras, action space, horizon or rate."""
+
+
+def _again(kind: type[WamError], args: tuple[Any, ...]) -> WamError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 def bare(error: WamError) -> WamError:

@@ -1,8 +1,9 @@
-"""The one thread that owns a policy: loads it, warms it up, then runs jobs from a bounded queue, the robot's first.
+"""The owner of a policy: loads it, warms it up, then runs jobs from a bounded queue, the robot's first.
 
 Whoever wants something of the policy submits a *job*, a function of the policy and of a question it asks between
 network evaluations (``cancelled``). The node's worker and the OpenPI server share one owner that way, and neither
-knows the other. Knows nothing of ROS, of sockets or of a network.
+knows the other. A policy is called by one thread; one that consists of several (``places``) has a thread for each, and
+a session's jobs run where the session is. Knows nothing of ROS, of sockets or of a network.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
-from typing import Any, Generic, TypeVar
+from enum import Enum
+from typing import Any, TypeVar, cast
 
 from .errors import (
     Cancelled,
@@ -25,19 +24,22 @@ from .errors import (
     ObservationError,
     Overloaded,
     PolicyUnavailable,
+    ReplicaDied,
     SessionError,
     Superseded,
     WamError,
     bare,
 )
-from .fakes import example_observation
 from .interface import Policy, PolicySpec
+from .jobs import AskCancelled, JobQueue, OwnerLimits, Priority, Ticket, Work
+from .places import Place, Placed, PlaceStatus, place_of
+from .warm_up import warm_up
+
+__all__ = ["AskCancelled", "OwnerLimits", "OwnerStatus", "Phase", "PolicyThread", "Priority", "Ticket", "Work"]
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]
 PolicyFactory = Callable[[Progress], Policy]
-AskCancelled = Callable[[], bool]
-Work = Callable[[Policy, AskCancelled], T]
 Log = Callable[[str, str], None]
 
 CLIENT_FAULTS = (ObservationError, SessionError, Cancelled, Overloaded)
@@ -52,14 +54,6 @@ LOOK_S = 0.25
 
 RELOAD_S = 1.0
 """Pause before a policy that went away while it was loaded or warmed up is loaded again."""
-
-
-class Priority(IntEnum):
-    """Who goes first. Within a priority the lanes take turns."""
-
-    ROBOT = 0
-    CLIENT = 1
-    IDLE = 2
 
 
 class Phase(str, Enum):
@@ -77,23 +71,6 @@ _FAILED = {
     Phase.WARMING_UP: "the policy failed in its warm-up",
     Phase.READY: "the policy failed",
 }
-
-
-@dataclass(frozen=True)
-class OwnerLimits:
-    """Bounds of the queue.
-
-    Attributes:
-        max_queued: jobs of all lanes together that may wait; upkeep is not counted.
-        max_per_lane: jobs of one lane that may wait.
-        max_preemptions: a step that the robot interrupted this many times is refused instead of started again.
-        stuck_after_s: a job that runs longer makes the owner not healthy; 0 switches that off.
-    """
-
-    max_queued: int = 256
-    max_per_lane: int = 16
-    max_preemptions: int = 8
-    stuck_after_s: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -118,43 +95,60 @@ class OwnerStatus:
     last_error: str = ""
 
 
-class Ticket(Generic[T]):
-    """A submitted job.
+class _Place:
+    """One policy, one thread, and the job that runs there."""
 
-    Attributes:
-        future: its result, or a ``WamError`` without traceback. ``asyncio.wrap_future`` makes it awaitable; callbacks
-            added to it run in the owner's thread.
-        submitted_s, started_s, ended_s: ``time.monotonic``; None while it has not happened.
-        preemptions: how often the robot interrupted it.
-    """
+    def __init__(self, index: int, policy: Policy) -> None:
+        self.index, self.policy = index, policy
+        self._one_of_several = cast(Place, policy) if place_of(policy) is not None else None
+        self.running: Ticket[Any] | None = None
+        self.failures = self.calls = 0
+        self.call_s = 0.0
+        self.last_error = ""
 
-    def __init__(
-        self, work: Work[T], lane: Hashable, priority: Priority, deadline_s: float | None, *, upkeep: bool
-    ) -> None:
-        self.lane, self.priority, self.deadline_s, self.upkeep = lane, priority, deadline_s, upkeep
-        self.future: Future[T] = Future()
-        self.submitted_s = time.monotonic()
-        self.started_s: float | None = None
-        self.ended_s: float | None = None
-        self.preemptions = 0
-        self._work: Work[T] | None = work
-        self._error: WamError | None = None
-        self._preempt = False
-        self._owner: PolicyThread | None = None
+    @property
+    def running_s(self) -> float:
+        ticket = self.running
+        return 0.0 if ticket is None or ticket.started_s is None else time.monotonic() - ticket.started_s
 
-    def cancel(self, error: WamError | None = None) -> None:
-        """Give up: a waiting job never starts, a running one ends at its next ``cancelled``. ``future`` then holds
-        ``error``, by default ``Cancelled``. Too late for a job that has ended. Any thread."""
-        if self._owner is not None:
-            self._owner._cancel(self, error or Cancelled("the job was cancelled"))
+    @property
+    def lost(self) -> WamError | None:
+        """Why no job can succeed here again."""
+        found: WamError | None = getattr(self.policy, "lost", None)
+        return found
 
-    def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result. Raises the job's error, or TimeoutError."""
-        return self.future.result(timeout_s)
+    @property
+    def away(self) -> str:
+        """Why it takes no sessions now."""
+        return "" if self._one_of_several is None else self._one_of_several.trouble
+
+    @property
+    def sessions(self) -> int:
+        return 0 if self._one_of_several is None else self._one_of_several.sessions
+
+    @property
+    def load(self) -> int:
+        """Sessions, and whoever is about to open one."""
+        ticket = self.running
+        return self.sessions + (ticket is not None and ticket.about() is None)
+
+    def status(self, stuck_after_s: float) -> PlaceStatus:
+        details = {} if self._one_of_several is None else self._one_of_several.details
+        trouble = self.trouble(stuck_after_s)
+        return PlaceStatus(self.index, trouble, self.sessions, self.running_s, self.calls, self.call_s, details)
+
+    def trouble(self, stuck_after_s: float) -> str:
+        if away := self.away:
+            return away
+        if self.failures:
+            return f"the last {self.failures} call(s) failed: {self.last_error}"
+        if stuck_after_s and (running_s := self.running_s) > stuck_after_s:
+            return f"a call has been running for {running_s:.0f} s"
+        return ""
 
 
 class PolicyThread:
-    """One thread, one policy, one bounded queue.
+    """One policy, one bounded queue, one thread for each of the policy's places.
 
     Args:
         factory: makes the policy; called in the thread with a progress callback, which raises ``Cancelled`` when the
@@ -171,12 +165,13 @@ class PolicyThread:
         self.limits = limits or OwnerLimits()
         self._cond = threading.Condition()
         self._stop = False
-        self._queues: dict[Priority, OrderedDict[Hashable, deque[Ticket[Any]]]] = {p: OrderedDict() for p in Priority}
-        self._running: Ticket[Any] | None = None
-        self._status = OwnerStatus()
+        self._queue = JobQueue(self.limits)
+        self._places: list[_Place] = []
+        self._status, self._status_lock = OwnerStatus(), threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         self._farewells: list[Callable[[Policy], None]] = []
         self._yielders: list[Callable[[Policy], bool]] = []
+        self._here = threading.local()
         self._thread = threading.Thread(target=self._run, name="wam_policy_owner", daemon=True)
 
     # -- any thread -------------------------------------------------------------------------------------------------
@@ -198,7 +193,7 @@ class PolicyThread:
 
     def at_need(self, yielder: Callable[[Policy], bool]) -> None:
         """Have ``yielder`` called, in the owner's thread, when the robot's step finds no memory: it ends one session of
-        its own and returns True, or False when it has none."""
+        its own and returns True, or False when it has none. Its session has to be at the same place."""
         self._yielders = [*self._yielders, yielder]
 
     def make_room(self, policy: Policy) -> bool:
@@ -222,24 +217,36 @@ class PolicyThread:
     def waiting(self) -> int:
         """Jobs that wait, upkeep included."""
         with self._cond:
-            return sum(len(lane) for queue in self._queues.values() for lane in queue.values())
+            return len(self._queue)
 
     @property
     def running_s(self) -> float:
-        """How long the current job has been running; 0 when there is none."""
-        ticket = self._running
-        return 0.0 if ticket is None or ticket.started_s is None else time.monotonic() - ticket.started_s
+        """How long the current job has been running, of several the longest; 0 when there is none."""
+        return max((place.running_s for place in self._places), default=0.0)
+
+    @property
+    def places(self) -> list[PlaceStatus]:
+        """Of a policy that consists of several; of any other it is one."""
+        return [place.status(self.limits.stuck_after_s) for place in self._places]
 
     def trouble(self) -> str | None:
-        """Why a job submitted now would probably not succeed; None when the owner is ready."""
-        status, limit = self._status, self.limits.stuck_after_s
+        """Why a job submitted now would probably not succeed; None when the owner is ready, with one of several places
+        at least."""
+        status = self._status
         if status.phase is not Phase.READY:
             return f"{status.phase.value}: {status.message}"
-        if status.failures:
-            return f"the last {status.failures} call(s) failed: {status.last_error}"
-        if limit and (running_s := self.running_s) > limit:
-            return f"a call has been running for {running_s:.0f} s"
+        found = [(p.index, p.trouble(self.limits.stuck_after_s)) for p in self._places]
+        if found and all(text for _, text in found):
+            return found[0][1] if len(found) == 1 else "; ".join(f"replica {i}: {text}" for i, text in found)
         return None if self.alive else "the policy's thread has ended"
+
+    def capacity(self) -> str:
+        """What is left of several places, empty when there is one."""
+        if len(self._places) < 2:
+            return ""
+        found = [(p.index, p.trouble(self.limits.stuck_after_s)) for p in self._places]
+        lost = [f"replica {i}: {text}" for i, text in found if text]
+        return "; ".join([f"{len(found) - len(lost)} of {len(found)} replicas", *lost])
 
     def submit(
         self,
@@ -251,6 +258,7 @@ class PolicyThread:
         newest_wins: bool = False,
         preempt: bool = False,
         upkeep: bool = False,
+        about: Callable[[], Any] = lambda: None,
     ) -> Ticket[T]:
         """Queue a job. Jobs of one lane run in order; lanes of one priority take turns.
 
@@ -263,35 +271,37 @@ class PolicyThread:
             preempt: a running step of lower priority is interrupted, put back and started again later.
             upkeep: frees memory: always accepted, never interrupted by ``cancelled`` (which stays False until the
                 owner stops).
+            about: gives the policy's session that the job works on, asked when its turn may have come; it runs where
+                that session is. None: a session that the job will open, at the place with the fewest; or no session.
 
         Raises:
             NotReady: the policy is not loaded, or the owner has stopped.
             Overloaded: the queue is full.
         """
-        ticket = Ticket(work, lane, priority, deadline_s, upkeep=upkeep)
-        ticket._owner = self
-        dropped: list[Ticket[Any]] = []
+        ticket = Ticket(work, lane, priority, deadline_s, upkeep=upkeep, about=about)
+        ticket.canceller = self._cancel
         with self._cond:
-            self._check_accepts(ticket, newest_wins)
-            queue = self._queues[priority]
-            waiting = queue.setdefault(lane, deque())
-            if newest_wins:
-                dropped = [t for t in waiting if not t.upkeep]
-                for old in dropped:
-                    waiting.remove(old)
-            waiting.append(ticket)
-            running = self._running
-            if preempt and running is not None and running.priority > priority and not running.upkeep:
-                running._preempt = True
+            status = self._status
+            if self._stop or status.phase is not Phase.READY:
+                raise NotReady("the policy takes no calls", got=f"{status.phase.value}: {status.message}")
+            self._queue.check_room(ticket, newest_wins=newest_wins)
+            dropped = self._queue.add(ticket, newest_wins=newest_wins)
+            if preempt:
+                self._make_way(ticket)
             self._cond.notify_all()
         for old in dropped:
-            _fail(old, Superseded("a newer observation took this one's place"))
+            old.fail(Superseded("a newer observation took this one's place"))
         return ticket
 
     def idle_for(self, timeout_s: float) -> bool:
         """For a job: wait for somebody else's. False as soon as one is submitted or the owner stops."""
+        place = getattr(self._here, "place", None) or self._places[0]
+
+        def wanted() -> bool:
+            return self._stop or self._queue.fitting(lambda ticket: self._fits(place, ticket)) is not None
+
         with self._cond:
-            return not self._cond.wait_for(lambda: self._stop or any(self._queues.values()), timeout_s)
+            return not self._cond.wait_for(wanted, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
         """Cancel everything and join. False when the thread is still running after ``timeout_s`` (see ``hung``)."""
@@ -303,14 +313,14 @@ class PolicyThread:
         self._drain(Cancelled("the policy's owner was stopped"))
         return not self.alive
 
-    # -- the thread -------------------------------------------------------------------------------------------------
+    # -- the threads ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             policy = self._loaded()
-            self._set(phase=Phase.READY, message="ready", fraction=1.0)
             try:
-                self._serve(policy)
+                self._set(phase=Phase.READY, message="ready", fraction=1.0)
+                self._serve_places()
             finally:
                 self._say_farewell(policy)
             self._set(phase=Phase.STOPPED, message="stopped")
@@ -325,6 +335,7 @@ class PolicyThread:
             self._log("error", f"{_FAILED[self._status.phase]}\n{traceback.format_exc()}")
             self._set(phase=Phase.FAILED, message=f"{type(error).__name__}: {error}")
         finally:
+            self._places = []  # they hold the policy
             ended = NotReady("the policy's owner has ended", got=self._status.message)
             self._drain(Cancelled("the policy's owner was stopped") if self._stop else ended)
 
@@ -334,19 +345,31 @@ class PolicyThread:
             self._set(phase=Phase.LOADING, message="loading the policy", fraction=0.0, warm_up_s=())
             try:
                 policy = self._factory(self._progress)
+            except PolicyUnavailable as error:
+                self._set(message=error.what)
+            else:
                 try:
-                    self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
-                    if self._warms_up:
-                        self._warm_up(policy)
+                    self._warm_up(policy)
+                    return policy
+                except PolicyUnavailable as error:
+                    _disconnect(policy)
+                    self._set(message=error.what)
                 except BaseException:
                     _disconnect(policy)
                     raise
-                return policy
-            except PolicyUnavailable as error:
-                self._set(message=error.what)
             with self._cond:
                 if self._cond.wait_for(lambda: self._stop, RELOAD_S):
                     raise Cancelled("stopped while loading")
+
+    def _warm_up(self, policy: Policy) -> None:
+        self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
+        parts = list(policy.places) if isinstance(policy, Placed) else [policy]
+        self._places = [_Place(index, part) for index, part in enumerate(parts)]
+        for part in parts if self._warms_up else []:
+            took: tuple[float, ...] = ()
+            for seconds in warm_up(part, self._progress, lambda: self._stop):
+                took = (*took, seconds)
+                self._set(warm_up_s=took)
 
     def _say_farewell(self, policy: Policy) -> None:
         for farewell in self._farewells:
@@ -357,7 +380,8 @@ class PolicyThread:
         _disconnect(policy)
 
     def _set(self, **changes: Any) -> None:
-        self._status = replace(self._status, **changes)
+        with self._status_lock:
+            self._status = replace(self._status, **changes)
         for listener in self._listeners:
             listener()
 
@@ -369,80 +393,110 @@ class PolicyThread:
             return
         self._set(message=message, fraction=float(fraction))
 
-    def _warm_up(self, policy: Policy) -> None:
-        """A first and a later call in a throwaway session, so that no robot waits for kernels to be built."""
-        spec, session = policy.spec, policy.open()
-        step_ns = 1e9 / spec.control_rate_hz
-        later = len(spec.frame_offsets)
+    def _serve_places(self) -> None:
+        """This thread serves the first place. Returns when all of them have ended."""
+        others = [
+            threading.Thread(target=self._serve, args=(p,), name=f"wam_policy_owner_{p.index}", daemon=True)
+            for p in self._places[1:]
+        ]
+        for thread in others:
+            thread.start()
         try:
-            for call, frames in enumerate((1, later)):
-                self._progress(f"warm-up call {call + 1} of 2", call / 2)
-                stamp_ns = 10**9 - round(min(spec.frame_offsets) * step_ns) * (call + 1)
-                observation = example_observation(spec, frames=frames, stamp_ns=stamp_ns)
-                start = time.monotonic()
-                policy.infer(session, observation, cancelled=lambda: self._stop)
-                self._set(warm_up_s=(*self._status.warm_up_s, time.monotonic() - start))
+            self._serve(self._places[0])
         finally:
-            policy.close(session)
+            for thread in others:
+                thread.join()
 
-    def _serve(self, policy: Policy) -> None:
-        look_s = LOOK_S if hasattr(policy, "lost") else None
+    def _serve(self, place: _Place) -> None:
+        self._here.place = place
+        # With several places, which one a new session goes to changes without a word when one of them goes away.
+        pause_s = LOOK_S if hasattr(place.policy, "lost") or len(self._places) > 1 else None
         while True:
             with self._cond:
-                asked = self._cond.wait_for(lambda: self._stop or any(self._queues.values()), look_s)
+                while (ticket := self._next(place)) is None and not self._stop and place.lost is None:
+                    self._cond.wait(pause_s)
                 if self._stop:
                     return
-                lost: WamError | None = getattr(policy, "lost", None)
-                if lost is None and not asked:
-                    continue
-                ticket = None if lost is not None else self._next()
-                self._running = ticket
+                lost = place.lost
+                if lost is None and ticket is not None:
+                    self._queue.take(ticket)
+                    place.running = ticket
             if lost is not None:
                 # Not ready from now on: to leave it may take a while.
-                self._set(failures=self._status.failures + 1, last_error=str(lost))
+                self._note(place, place.failures + 1, str(lost))
                 raise lost  # nobody's job can succeed again
             assert ticket is not None
             try:
-                self._execute(policy, ticket)
+                self._execute(place, ticket)
             finally:
-                self._running = None
+                with self._cond:
+                    place.running = None
+                    self._queue.done(ticket)
+                    self._cond.notify_all()
             del ticket  # what is not needed may not wait here for the next job
 
-    def _next(self) -> Ticket[Any]:
-        for queue in self._queues.values():
-            if queue:
-                lane, waiting = queue.popitem(last=False)
-                ticket = waiting.popleft()
-                if waiting:
-                    queue[lane] = waiting  # at the end: the other lanes come first
-                return ticket
-        raise AssertionError("nothing waits")
+    def _next(self, place: _Place) -> Ticket[Any] | None:
+        return self._queue.fitting(lambda ticket: self._fits(place, ticket))
 
-    def _execute(self, policy: Policy, ticket: Ticket[Any]) -> None:
+    def _fits(self, place: _Place, ticket: Ticket[Any]) -> bool:
+        """Whether a job may run at this place."""
+        if len(self._places) == 1:
+            return True
+        session = ticket.about()
+        at = place_of(session)
+        if at is not None:
+            return at == place.index
+        return session is not None or place in self._freest()
+
+    def _freest(self) -> list[_Place]:
+        """Where a new session would go. With all of them away: any, which then says why not."""
+        there = [p for p in self._places if not p.away] or self._places
+        least = min(p.load for p in there)
+        return [p for p in there if p.load == least]
+
+    def _make_way(self, ticket: Ticket[Any]) -> None:
+        """Interrupt a running step of lower priority where ``ticket`` could run, unless nothing runs there."""
+        fitting = [p for p in self._places if self._fits(p, ticket)]
+        if any(p.running is None for p in fitting):
+            return
+        lower = [p.running for p in fitting if p.running is not None and p.running.priority > ticket.priority]
+        for running in [r for r in lower if not r.upkeep][:1]:
+            running.preempt = True
+
+    def _execute(self, place: _Place, ticket: Ticket[Any]) -> None:
         if ticket.started_s is None and not ticket.future.set_running_or_notify_cancel():
             return
-        ticket.started_s = time.monotonic()
+        ticket.started_s = begin_s = time.monotonic()
         if (early := self._expired(ticket)) is not None:
-            _fail(ticket, early)
+            ticket.fail(early)
             return
-        work = ticket._work
+        work = ticket.work
         assert work is not None
         try:
-            result = work(policy, lambda: self._asked_to_end(ticket))
+            result = work(place.policy, lambda: self._asked_to_end(ticket))
         except Cancelled as error:
             self._interrupted(ticket, bare(error))
         except Exception as error:
-            self._failed(ticket, error)
+            self._failed(place, ticket, error)
         else:
-            if self._status.failures and not ticket.upkeep:
-                self._set(failures=0, last_error="")
-            ticket.ended_s, ticket._work = time.monotonic(), None
+            ticket.ended_s, ticket.work = time.monotonic(), None
+            if not ticket.upkeep:
+                place.calls, place.call_s = place.calls + 1, place.call_s + ticket.ended_s - begin_s
+                self._note(place, 0, "")
             ticket.future.set_result(result)
+
+    def _note(self, place: _Place, failures: int, last_error: str) -> None:
+        """Health of a place. That of the owner is the best one's."""
+        if not place.failures and not failures:
+            return
+        place.failures, place.last_error = failures, last_error
+        best = min(self._places, key=lambda p: p.failures)
+        self._set(failures=best.failures, last_error=best.last_error)
 
     def _asked_to_end(self, ticket: Ticket[Any]) -> bool:
         if ticket.upkeep:
             return self._stop
-        return self._stop or ticket._preempt or ticket._error is not None or self._expired(ticket) is not None
+        return self._stop or ticket.preempt or ticket.error is not None or self._expired(ticket) is not None
 
     @staticmethod
     def _expired(ticket: Ticket[Any]) -> WamError | None:
@@ -451,84 +505,51 @@ class PolicyThread:
         return DeadlineExceeded("the deadline of this call has passed", got=f"{late_s * 1e3:.0f} ms late")
 
     def _interrupted(self, ticket: Ticket[Any], error: WamError) -> None:
-        wanted = ticket._error or self._expired(ticket)
-        if self._stop or wanted is not None or not ticket._preempt:
-            _fail(ticket, wanted or error)
+        wanted = ticket.error or self._expired(ticket)
+        if self._stop or wanted is not None or not ticket.preempt:
+            ticket.fail(wanted or error)
             return
-        ticket._preempt = False
+        ticket.preempt = False
         ticket.preemptions += 1
         if ticket.preemptions > self.limits.max_preemptions:
-            _fail(ticket, Overloaded("the robot needs the policy", got=f"interrupted {ticket.preemptions} times"))
+            ticket.fail(Overloaded("the robot needs the policy", got=f"interrupted {ticket.preemptions} times"))
             return
         with self._cond:
-            queue = self._queues[ticket.priority]
-            queue.setdefault(ticket.lane, deque()).appendleft(ticket)
-            queue.move_to_end(ticket.lane, last=False)
+            self._queue.put_back(ticket)
 
-    def _failed(self, ticket: Ticket[Any], error: Exception) -> None:
+    def _failed(self, place: _Place, ticket: Ticket[Any], error: Exception) -> None:
         if isinstance(error, CLIENT_FAULTS):
-            _fail(ticket, bare(error))
+            ticket.fail(bare(error))
             return
         if not isinstance(error, PolicyUnavailable):  # its text says it all, and it is said by whoever asked
             self._log("error", f"the policy raised\n{traceback.format_exc()}")
         shown = error if isinstance(error, WamError) else EngineError(f"the policy raised {_one_line(error)}")
-        self._set(failures=self._status.failures + 1, last_error=str(shown))
-        _fail(ticket, bare(shown))
+        if not isinstance(error, ReplicaDied):  # what takes its place is as good as new, and ``away`` until it is there
+            self._note(place, place.failures + 1, str(shown))
+        ticket.fail(bare(shown))
 
     # -- the queue --------------------------------------------------------------------------------------------------
 
-    def _check_accepts(self, ticket: Ticket[Any], newest_wins: bool) -> None:
-        status = self._status
-        if self._stop or status.phase is not Phase.READY:
-            raise NotReady("the policy takes no calls", got=f"{status.phase.value}: {status.message}")
-        if ticket.upkeep:
-            return
-        lane = self._queues[ticket.priority].get(ticket.lane, ())
-        mine = 0 if newest_wins else sum(not t.upkeep for t in lane)
-        if mine >= self.limits.max_per_lane:
-            raise Overloaded(
-                "too many calls of one client wait", got=mine, expected=f"below {self.limits.max_per_lane}"
-            )
-        if ticket.priority is Priority.ROBOT:
-            return
-        total = sum(not t.upkeep for queue in self._queues.values() for waiting in queue.values() for t in waiting)
-        if total >= self.limits.max_queued:
-            raise Overloaded("too many calls wait", got=total, expected=f"below {self.limits.max_queued}")
-
     def _cancel(self, ticket: Ticket[Any], error: WamError) -> None:
         with self._cond:
-            queue = self._queues[ticket.priority]
-            waiting = queue.get(ticket.lane, deque())
-            queued = ticket in waiting
-            if queued:
-                waiting.remove(ticket)
-                if not waiting:
-                    del queue[ticket.lane]
-            else:
-                ticket._error = ticket._error or error
+            queued = self._queue.remove(ticket)
+            if not queued:
+                ticket.error = ticket.error or error
         if queued:
-            _fail(ticket, error)
+            ticket.fail(error)
 
     def _drain(self, error: WamError) -> None:
         with self._cond:
-            left = [t for queue in self._queues.values() for waiting in queue.values() for t in waiting]
-            for queue in self._queues.values():
-                queue.clear()
+            left = self._queue.clear()
         for ticket in left:
-            _fail(ticket, error)
+            ticket.fail(error)
 
 
 def _disconnect(policy: Policy) -> None:
-    """Of a policy on another machine, or on several GPUs."""
+    """Of a policy on another machine, or in other processes."""
     leave = getattr(policy, "disconnect", None)
     if leave is not None:
         leave()
-
-
-def _fail(ticket: Ticket[Any], error: WamError) -> None:
-    ticket.ended_s, ticket._work = time.monotonic(), None
-    if ticket.started_s is not None or ticket.future.set_running_or_notify_cancel():
-        ticket.future.set_exception(error)
 
 
 def _one_line(error: Exception) -> str:

@@ -70,7 +70,7 @@ class Result:
 
 @dataclass
 class _Episode:
-    """The robot's session at the policy; touched by the owner's thread only."""
+    """The robot's session at the policy; touched by the owner's thread only, one job at a time."""
 
     session: Any
     generation: int
@@ -150,7 +150,7 @@ class InferenceWorker:
             self._generation = generation
             self._mailbox = None
         with suppress(NotReady):  # then there is no session
-            self.owner.submit(self._close_old, lane=LANE, priority=Priority.ROBOT, upkeep=True)
+            self.owner.submit(self._close_old, lane=LANE, priority=Priority.ROBOT, upkeep=True, about=self._where)
 
     def submit(self, request: Request) -> None:
         """Ask for a call. One that still waits is superseded and counted; a client's step gives way."""
@@ -161,6 +161,7 @@ class InferenceWorker:
                 priority=Priority.ROBOT,
                 newest_wins=True,
                 preempt=True,
+                about=self._where,
             )
         except NotReady as error:
             self._hand_over(Result(request, None, error, 0.0))
@@ -178,7 +179,13 @@ class InferenceWorker:
                 lane=LANE,
                 priority=Priority.ROBOT,
                 newest_wins=True,
+                about=self._where,
             )
+
+    def _where(self) -> Any:
+        """The robot's session at the policy."""
+        episode = self._episode
+        return None if episode is None else episode.session
 
     def _observe(self, policy: Policy, generation: int, foreseen: Foreseen, cancelled: AskCancelled) -> None:
         episode = self._episode
@@ -285,7 +292,11 @@ class InferenceWorker:
 
         with suppress(NotReady):
             ticket = self.owner.submit(
-                work, lane=PICTURES, priority=Priority.ROBOT if due else Priority.IDLE, newest_wins=True
+                work,
+                lane=PICTURES,
+                priority=Priority.ROBOT if due else Priority.IDLE,
+                newest_wins=True,
+                about=self._where,
             )
             ticket.future.add_done_callback(lambda future: self._guarded(skipped, future))
 

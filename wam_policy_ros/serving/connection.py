@@ -22,6 +22,7 @@ from wam_policy_ros.contract.errors import (
     EngineError,
     ObservationError,
     Overloaded,
+    PolicyUnavailable,
     SessionError,
     Superseded,
     WamError,
@@ -317,6 +318,9 @@ class Connection:
         except SessionError:
             self._server.table.forget_loss(session.key)  # its client is told now
             raise
+        except PolicyUnavailable:  # no session outlives it; its client is told now, and may begin anew
+            await self._server.free([session], "policy lost")
+            raise
         finally:
             session.busy -= 1
             if session.handle is None:  # its first step failed: as if it had never been
@@ -344,7 +348,9 @@ class Connection:
         owner, loop = self._server.owner, asyncio.get_running_loop()
         limits = [s for s in (request.deadline_s, self._server.config.deadline_s) if s]
         deadline_s = item.received_s + min(limits) if limits else None
-        ticket = item.ticket = owner.submit(job(self._dialect, session, request), lane=self, deadline_s=deadline_s)
+        ticket = item.ticket = owner.submit(
+            job(self._dialect, session, request), lane=self, deadline_s=deadline_s, about=lambda: session.handle
+        )
         if self._ended:  # while the session was sought
             self.give_up()
         # The policy's thread sees to its own deadlines between evaluations; this one is for a step that still waits.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from wam_policy_ros.contract.interface import PolicySpec
+from wam_policy_ros.contract.places import PlaceStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60)
@@ -16,7 +19,7 @@ class Metrics:
     """Counters, gauges and histograms of one server. Gauges are read when somebody asks.
 
     Args:
-        ready, connections, sessions, waiting: functions that give the present value.
+        ready, connections, sessions, waiting, places: functions that give the present value.
     """
 
     def __init__(
@@ -26,6 +29,7 @@ class Metrics:
         connections: Callable[[], float],
         sessions: Callable[[], float],
         waiting: Callable[[], float],
+        places: Callable[[], Sequence[PlaceStatus]] = lambda: (),
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
@@ -52,6 +56,7 @@ class Metrics:
             ("wam_openpi_waiting_jobs", "Jobs in the policy's queue", waiting),
         ):
             Gauge(name, text, registry=registry).set_function(value)
+        registry.register(_Replicas(places))
 
     def tell(self, spec: PolicySpec) -> None:
         """Whose answers these are; once the policy is loaded."""
@@ -69,3 +74,29 @@ class Metrics:
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _Replicas(Collector):
+    """Of every place of the policy, asked when somebody looks."""
+
+    def __init__(self, places: Callable[[], Sequence[PlaceStatus]]) -> None:
+        self._places = places
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("wam_openpi_replica_up", "1 when it takes calls", labels=["replica"])
+        sessions = GaugeMetricFamily(
+            "wam_openpi_replica_sessions", "Sessions open there, of several", labels=["replica"]
+        )
+        running = GaugeMetricFamily("wam_openpi_replica_running_seconds", "Of the present call", labels=["replica"])
+        calls = CounterMetricFamily("wam_openpi_replica_calls", "Calls that ended well", labels=["replica"])
+        seconds = CounterMetricFamily("wam_openpi_replica_call_seconds", "Spent in them", labels=["replica"])
+        restarts = CounterMetricFamily("wam_openpi_replica_restarts", "Of its process", labels=["replica"])
+        for place in self._places():
+            label = [str(place.index)]
+            up.add_metric(label, float(not place.trouble))
+            sessions.add_metric(label, place.sessions)
+            running.add_metric(label, place.running_s)
+            calls.add_metric(label, place.calls)
+            seconds.add_metric(label, place.call_s)
+            restarts.add_metric(label, float(place.details.get("restarts", 0)))
+        return (up, sessions, running, calls, seconds, restarts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import json
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,10 @@ class Reception:
             return _http(200, "OK\n")
         if path == "/readyz":
             trouble = server.trouble()
-            return _http(200, "ready\n") if trouble is None else _http(503, f"not ready: {trouble}\n")
+            if trouble is not None:
+                return _http(503, f"not ready: {trouble}\n")
+            left = server.owner.capacity()
+            return _http(200, f"ready: {left}\n" if left else "ready\n")
         if path == "/metrics":
             return _http(200, server.metrics.text(), CONTENT_TYPE)
         if not self._authorized(request.headers.get_all("Authorization")):
@@ -93,6 +97,7 @@ class Reception:
             "ready": server.trouble() is None,
             "dialects": {"/": self._config.dialect, **self._config.paths, **{f"/{n}": n for n in DIALECTS}},
             "sessions": len(server.table),
+            "replicas": [dataclasses.asdict(place) for place in server.owner.places],
             "contract": None if spec is None else contract(spec, self._config.announced_limits()),
         }
 

@@ -19,6 +19,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 
 from wam_policy_ros.contract.errors import ConfigError, MissingDependency, NotReady, WamError
 from wam_policy_ros.contract.interface import Policy, PolicySpec
+from wam_policy_ros.contract.places import place_of
 from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
 
 from .config import ServerConfig
@@ -68,6 +69,7 @@ class OpenPIServer:
             connections=lambda: len(self.connections),
             sessions=lambda: len(self.table),
             waiting=lambda: owner.waiting,
+            places=lambda: owner.places,
         )
         self.reader: RequestReader | None = None
         self.addresses: list[tuple[str, int]] = []
@@ -260,34 +262,40 @@ class OpenPIServer:
             self.table.remove(session, lost)
             self.metrics.freed.labels(cause).inc()
         held = [session for session in sessions if session.handle is not None]
-
-        def close(policy: Policy, cancelled: object) -> None:
-            with contextlib.ExitStack() as stack:  # every one, whatever becomes of the others
-                for session in held:
-                    stack.callback(policy.close, session.handle)
-                    session.handle = None
-
+        closing: list[asyncio.Future[None]] = []
+        for session in held:
+            with contextlib.suppress(NotReady):  # the policy is gone, and its memory with it
+                closing.append(self._close_handle(session, cause))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        try:
-            if held:
-                done = asyncio.wrap_future(self.owner.submit(close, lane=("free", cause), upkeep=True).future)
-        except NotReady:
-            for session in held:  # the policy is gone, and its memory with it
+        if not closing:
+            for session in held:
                 session.handle = None
-            held = []
-        if not held:
             done.set_result(None)
             return done
-        self.table.freeing += len(held)
-        done.add_done_callback(lambda _: self.table.made_room(len(held)))
+        self.table.freeing += len(closing)
+        done = asyncio.ensure_future(_all_of(closing))
+        done.add_done_callback(lambda _: self.table.made_room(len(closing)))
         return asyncio.shield(done)
+
+    def _close_handle(self, session: ServedSession, cause: str) -> asyncio.Future[None]:
+        """Where the policy has it. Raises NotReady."""
+
+        def close(policy: Policy, cancelled: object) -> None:
+            try:
+                policy.close(session.handle)
+            finally:
+                session.handle = None
+
+        lane = ("free", cause, session.key)
+        ticket = self.owner.submit(close, lane=lane, upkeep=True, about=lambda: session.handle)
+        return asyncio.wrap_future(ticket.future)
 
     def _yield_to_robot(self, policy: Policy) -> bool:
         """In the policy's thread, in the robot's step, which found no memory: end one session of a client."""
         if self._loop is None:
             return False
         picked: concurrent.futures.Future[ServedSession | None] = concurrent.futures.Future()
-        _call(self._loop, lambda: self._pick_for_robot(picked))
+        _call(self._loop, lambda: self._pick_for_robot(picked, place_of(policy)))
         try:
             session = picked.result(YIELD_S)
         except TimeoutError:
@@ -300,10 +308,10 @@ class OpenPIServer:
         policy.close(handle)
         return True
 
-    def _pick_for_robot(self, picked: concurrent.futures.Future[ServedSession | None]) -> None:
+    def _pick_for_robot(self, picked: concurrent.futures.Future[ServedSession | None], place: int | None) -> None:
         if not picked.set_running_or_notify_cancel():
             return
-        session = self.table.least_missed()
+        session = self.table.least_missed(lambda handle: place_of(handle) == place)
         if session is not None:
             reason = "the robot needed its memory"
             self.log("warning", f"session {session.key!r} ends: {reason}")
@@ -332,6 +340,13 @@ def _keep_tcp_alive(socket_: ServerConnection) -> None:
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(function)
+
+
+async def _all_of(futures: list[asyncio.Future[None]]) -> None:
+    """All of them, whatever becomes of each; then the first error."""
+    for outcome in await asyncio.gather(*futures, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 async def _first_of(*coroutines: Any) -> None:

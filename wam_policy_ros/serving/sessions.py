@@ -139,10 +139,14 @@ class SessionTable:
                     return old
         return None
 
-    def least_missed(self) -> ServedSession | None:
+    def least_missed(self, helps: Callable[[Any], bool] = lambda handle: True) -> ServedSession | None:
         """The session to end when the robot needs its memory: one that waits for a lost client rather than one in use,
-        the one not used for the longest time. None: none holds memory."""
-        held = [s for s in self._sessions.values() if s.handle is not None]
+        the one not used for the longest time. None: none holds memory.
+
+        Args:
+            helps: whether the memory of this policy's session is what the robot needs.
+        """
+        held = [s for s in self._sessions.values() if s.handle is not None and helps(s.handle)]
         return min(held, key=lambda s: (s.left_s is None, s.busy > 0, s.used_s), default=None)
 
     def remove(self, session: ServedSession, lost: str | None = None) -> None:

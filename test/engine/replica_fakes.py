@@ -1,0 +1,88 @@
+"""What replicas of the tests are made of; imported in their processes, too."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from wam_policy_ros.contract.errors import ConfigError, EngineError, InvalidState
+from wam_policy_ros.contract.fakes import ScriptedPolicy
+
+
+class Sleeper(ScriptedPolicy):
+    """A step takes ``latency_s`` and says which process it ran in. Its state decides what else it does."""
+
+    def __init__(self, index: int, latency_s: float = 0.0) -> None:
+        super().__init__(self._rows_of, latency_s=latency_s, weights="sleeps")
+        self.spec = replace(self.spec, details={"device": f"fake:{index}"})
+        self._index = index
+
+    def _rows_of(self, observation: Any, step: int) -> np.ndarray:
+        wish = observation.prompt
+        if wish == "die":
+            os._exit(7)
+        if wish == "hang":
+            time.sleep(60)
+        if wish == "bad state":
+            raise InvalidState("no such state", field="joint_position", got=[1.0], remedy="another one")
+        if wish == "bug":
+            raise ValueError("a bug")
+        rows = np.zeros((self.spec.horizon, self.spec.action_dim))
+        rows[0, :3] = os.getpid(), self._index, step
+        return rows
+
+    def infer(self, session: Any, observation: Any, **options: Any) -> Any:
+        chunk = super().infer(session, observation, **options)
+        return replace(chunk, video=("predicted", session.session_id)) if observation.want_video else chunk
+
+    def render_video(self, chunk: Any) -> Any:
+        return None if chunk.video is None else np.full((1, 2, 2, 3), len(chunk.video[1]), dtype=np.uint8)
+
+
+def sleeper(index: int, progress: Any) -> Sleeper:
+    progress("making a sleeper", 0.5)
+    return Sleeper(index)
+
+
+def slow(index: int, progress: Any) -> Sleeper:
+    return Sleeper(index, latency_s=0.15)
+
+
+def refuses(index: int, progress: Any) -> Sleeper:
+    if index == 1:
+        raise ConfigError("device is not available", got="cuda:1", remedy="fewer replicas")
+    return Sleeper(index)
+
+
+def dies_loading(index: int, progress: Any) -> Sleeper:
+    if index == 1:
+        os._exit(9)
+    return Sleeper(index)
+
+
+def differs(index: int, progress: Any) -> Sleeper:
+    made = Sleeper(index)
+    made.spec = replace(made.spec, horizon=made.spec.horizon + index)
+    return made
+
+
+def tiny(index: int, progress: Any) -> Any:
+    import torch
+
+    from test.engine.tiny_policy import make_policy
+
+    torch.set_num_threads(1)  # sums depend on it
+    return make_policy()
+
+
+def not_again(index: int, progress: Any) -> Sleeper:
+    """Comes about once per folder."""
+    mark = os.path.join(os.environ["WAM_TEST_FOLDER"], f"replica-{index}")
+    if os.path.exists(mark):
+        raise EngineError("the GPU has fallen off the bus")
+    with open(mark, "w"):
+        return Sleeper(index)

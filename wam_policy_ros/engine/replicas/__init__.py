@@ -1,0 +1,1 @@
+"""N independent policies behind one, each in a process of its own."""

@@ -1,0 +1,125 @@
+"""Replicas as one policy: ``contract.places.Placed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wam_policy_ros.contract.errors import ConfigError, SessionError
+from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec
+from wam_policy_ros.contract.policy_thread import WARNING
+
+from .replica import Care, RemoteFactory, Replica, ReplicaSession
+
+Progress = Callable[[str, float], None]
+
+
+class Replicas:
+    """N independent policies, each in a process of its own. Sessions stay where they were opened.
+
+    Its owner calls ``places``, each in a thread of its own; called as one policy it opens sessions at the place with
+    the fewest, and is not faster than one.
+
+    Args:
+        factory: see ``RemoteFactory``. count: of replicas.
+        progress: told what they say while they load; may raise to give up.
+        log: told with a level and a line what happens to them later; any thread.
+        care: how they are looked after.
+
+    Raises:
+        ConfigError: fewer than one.
+        WamError: what kept one of them from starting; the others have been ended.
+    """
+
+    def __init__(
+        self,
+        factory: RemoteFactory,
+        count: int,
+        *,
+        progress: Progress = lambda text, fraction: None,
+        log: Callable[[str, str], None] = lambda level, line: None,
+        care: Care | None = None,
+    ) -> None:
+        if count < 1:
+            raise ConfigError("replicas must be at least 1", got=count)
+        self._said: dict[int, tuple[str, float]] = {}
+        self._warnings: list[str] = []
+        self.places = [
+            Replica(factory, index, care=care or Care(), progress=self._tell, log=log) for index in range(count)
+        ]
+        try:
+            for place in self.places:
+                place.start()
+            self._wait(progress)
+            first = self.places[0].spec
+            details = {**first.details, "replicas": count, "device": ", ".join(
+                str(p.spec.details.get("device", "")) for p in self.places)}  # fmt: skip
+            for place in self.places[1:]:
+                if replace(place.spec, details={}) != replace(first, details={}):
+                    raise ConfigError("the replicas are not the same policy", got=place.spec, expected=first)
+            self.spec: PolicySpec = replace(first, details=details)
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def _tell(self, place: int, text: str, fraction: float) -> None:
+        if text.startswith(WARNING):
+            self._warnings.append(f"{WARNING}replica {place}: {text.removeprefix(WARNING)}")
+        else:
+            self._said[place] = (text, fraction)
+
+    def _wait(self, progress: Progress) -> None:
+        shown: tuple[str, float] | None = None
+        for place in self.places:
+            while not place.wait_ready(0.1):
+                if failed := next((p.failed for p in self.places if p.failed is not None), None):
+                    raise failed
+                while self._warnings:
+                    progress(self._warnings.pop(0), 0.0)
+                if self._said:
+                    # The one that is furthest behind is who is waited for.
+                    at, (text, fraction) = min(self._said.items(), key=lambda item: item[1][1])
+                    now = (f"replica {at}: {text}", fraction)
+                    if now != shown:
+                        shown = now
+                        progress(*now)
+                progress(*(shown or ("starting the replicas", 0.0)))
+            if place.failed is not None:
+                raise place.failed
+
+    def disconnect(self) -> None:
+        """End the processes. Idempotent."""
+        for place in self.places:
+            place.end(timeout_s=0.0)
+        for place in self.places:
+            place.end()
+
+    # -- contract.interface.Policy ----------------------------------------------------------------------------------
+
+    def open(self, session_id: str | None = None, *, seed: int | None = None) -> ReplicaSession:
+        there = [p for p in self.places if not p.trouble] or self.places
+        return min(there, key=lambda p: p.sessions).open(session_id, seed=seed)
+
+    def infer(
+        self, session: Any, observation: Observation, *, cancelled: Callable[[], bool] | None = None
+    ) -> ActionChunk:
+        return self._of(session).infer(session, observation, cancelled=cancelled)
+
+    def reset(self, session: Any) -> None:
+        self._of(session).reset(session)
+
+    def close(self, session: Any) -> None:
+        self._of(session).close(session)
+
+    def render_video(self, chunk: ActionChunk) -> npt.NDArray[np.uint8] | None:
+        there = [p for p in self.places if not p.trouble] or self.places
+        return there[0].render_video(chunk)
+
+    def _of(self, session: Any) -> Replica:
+        if not isinstance(session, ReplicaSession) or session.replica not in self.places:
+            raise SessionError("not a session of this policy", got=type(session).__name__, remedy="use policy.open()")
+        return session.replica
