@@ -13,7 +13,7 @@ from wam_policy_ros.contract.errors import ConfigError, SessionError
 from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec
 from wam_policy_ros.contract.policy_thread import WARNING
 
-from .replica import Care, RemoteFactory, Replica, ReplicaSession
+from .replica import Care, RemoteFactory, Replica, ReplicaSession, same_policy
 
 Progress = Callable[[str, float], None]
 
@@ -55,16 +55,23 @@ class Replicas:
             for place in self.places:
                 place.start()
             self._wait(progress)
-            first = self.places[0].spec
-            details = {**first.details, "replicas": count, "device": ", ".join(
-                str(p.spec.details.get("device", "")) for p in self.places)}  # fmt: skip
-            for place in self.places[1:]:
-                if replace(place.spec, details={}) != replace(first, details={}):
-                    raise ConfigError("the replicas are not the same policy", got=place.spec, expected=first)
-            self.spec: PolicySpec = replace(first, details=details)
+            self.spec: PolicySpec = self._common_spec(progress)
         except BaseException:
             self.disconnect()
             raise
+
+    def _common_spec(self, progress: Progress) -> PolicySpec:
+        specs = [place.spec for place in self.places]
+        first = specs[0]
+        for spec in specs[1:]:
+            if not same_policy(first, spec):
+                raise ConfigError("the replicas are not the same policy", got=spec, expected=first)
+        alike = all(spec.fingerprint == first.fingerprint for spec in specs)
+        if not alike:
+            progress(f"{WARNING}the replicas have different fingerprints: their bits may differ", 1.0)
+        devices = ", ".join(str(spec.details.get("device", "")) for spec in specs)
+        details = {**first.details, "replicas": len(specs), "device": devices}
+        return replace(first, details=details, fingerprint=first.fingerprint if alike else None)
 
     def _tell(self, place: int, text: str, fraction: float) -> None:
         if text.startswith(WARNING):
