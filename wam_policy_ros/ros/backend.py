@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,36 +36,37 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
     if params.backend == "hold":
         progress("hold policy, no network", 1.0)
         return HoldPolicy(embodiment=params.embodiment)
-    try:
-        # Imported here: torch takes seconds, and a dry run or a test with a fake policy needs none of it.
-        from wam_policy_ros.engine.build import build_policy, resolve_device
-        from wam_policy_ros.engine.config import EngineConfig
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == "wam_policy_ros":
-            raise
-        raise MissingDependency(package, "engine", "the in-process engine") from error
+    if importlib.util.find_spec("torch") is None:  # replicas would find out in their processes
+        raise MissingDependency("torch", "engine", "the engine")
+    # Imported here: a node with another backend needs nothing of the engine.
+    from wam_policy_ros.engine.replicas.build import EngineFactory, make_policies
+
+    options = {
+        "schedule": params.engine_schedule,
+        "evaluations": params.engine_evaluations,
+        "guidance_scale": params.engine_guidance_scale,
+        "seed": params.engine_seed,
+        "dtype": params.engine_dtype,
+        "deterministic": params.engine_deterministic,
+        "gpus": params.engine_gpus,
+    }
     chosen = {"attention": params.engine_attention, "text": params.engine_text}
-    return build_policy(
+    factory = EngineFactory(
         embodiment=params.embodiment,
         checkpoint=params.checkpoint or None,
         random_weights=params.random_weights or None,
         tokenizer=params.tokenizer or None,
         device=params.device,
-        config=EngineConfig.preset(
-            params.engine_preset,
-            resolve_device(params.device),
-            schedule=params.engine_schedule,
-            evaluations=params.engine_evaluations,
-            guidance_scale=params.engine_guidance_scale,
-            seed=params.engine_seed,
-            dtype=params.engine_dtype,
-            deterministic=params.engine_deterministic,
-            gpus=params.engine_gpus,
-            **{k: v for k, v in chosen.items() if v != "auto"},
-        ),
-        progress=progress,
+        preset=params.engine_preset,
+        options=options | {k: v for k, v in chosen.items() if v != "auto"},
     )
+    try:
+        return make_policies(factory, params.replicas, progress)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "wam_policy_ros":
+            raise
+        raise MissingDependency(package, "engine", "the engine") from error
 
 
 def _remote(params: NodeParameters, progress: Callable[[str, float], None]) -> Policy:

@@ -58,7 +58,15 @@ class NodeParameters:
         "untrained network of this size instead of a checkpoint: a test of the machinery, not a policy",
         choices=("", "tiny", "14b"),
     )
-    device: str = _p("auto", "device", "torch device, or auto")
+    device: str = _p("auto", "device", "torch device, or auto; for replicas several, with commas between them")
+    replicas: int = _p(
+        1,
+        "replicas",
+        "policies side by side, each on a GPU of its own in a process of its own; the robot's session is on one of "
+        "them, clients' on all",
+        low=1,
+        high=64,
+    )
     instruction: str = _p("", "instruction", "what to do; ~/prompt changes it while the node runs", live=True)
     autostart: bool = _p(
         True, "autostart", "configure at start, activate as soon as the policy is ready", read_only=True
@@ -536,6 +544,8 @@ class NodeParameters:
             )
         if self.backend != "engine" and (self.checkpoint or self.random_weights):
             problems.append(f"backend {self.backend} uses no weights, but checkpoint or random_weights is set")
+        if self.backend != "engine" and self.replicas > 1:
+            problems.append(f"backend {self.backend} has no replicas, but replicas is {self.replicas}")
         if (self.backend == "openpi") != bool(self.server_uri):
             given = "it is empty" if self.backend == "openpi" else f"but backend is {self.backend}"
             problems.append(

@@ -7,6 +7,7 @@ chunk and ends.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.util
 import json
@@ -25,6 +26,8 @@ from wam_policy_ros.contract.fakes import HoldPolicy, example_observation
 from wam_policy_ros.contract.interface import Policy
 from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
 from wam_policy_ros.contract.progress import ProgressLog
+from wam_policy_ros.engine.replicas.build import EngineFactory, make_policies
+from wam_policy_ros.engine.replicas.policy import Replicas
 from wam_policy_ros.serving.config import ServerConfig
 from wam_policy_ros.serving.dialects import DIALECTS
 from wam_policy_ros.serving.server import OpenPIServer
@@ -56,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deterministic", action="store_true", help="the same bits for the same requests in every process, see README"
     )
     what.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="engine option")
+    what.add_argument("--replicas", type=int, default=1, metavar="N", help="policies side by side, each on a GPU "
+                      "of its own in a process of its own; a session stays where it was opened")  # fmt: skip
     where = parser.add_argument_group("whom it serves")
     where.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     where.add_argument("--port", type=int, default=8000)
@@ -85,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "give a checkpoint folder, or --random-weights, or --fake", got=f"checkpoint {args.checkpoint!r}"
         )
+    if args.replicas < 1:
+        raise ConfigError("--replicas must be at least 1", got=args.replicas)
     config = server_config(args)
     if args.dry_run:
         from .serve_report import dry_run
@@ -155,24 +162,29 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options | ({"deterministic": True} if args.deterministic else {})
 
 
+def _hold(embodiment: str, latency_s: float, index: int, progress: Callable[[str, float], None]) -> Policy:
+    return HoldPolicy(embodiment=embodiment, latency_s=latency_s)
+
+
 def policy_factory(args: argparse.Namespace) -> Callable[[Callable[[str, float], None]], Policy]:
     """What the policy's thread calls to get the policy."""
 
     def build(progress: Callable[[str, float], None]) -> Policy:
         if args.fake:
-            return HoldPolicy(embodiment=args.embodiment, latency_s=args.fake_latency_s)
-        # Here, in the policy's thread: importing torch takes seconds, in which probes are answered already.
-        from wam_policy_ros.engine.build import build_policy, resolve_device
-        from wam_policy_ros.engine.config import EngineConfig
-
-        return build_policy(
-            embodiment=args.embodiment,
-            checkpoint=args.checkpoint,
-            random_weights=args.random_weights,
-            tokenizer=args.tokenizer,
-            device=args.device,
-            config=EngineConfig.preset(args.preset, resolve_device(args.device), **engine_options(args)),
-            progress=progress,
+            make = functools.partial(_hold, args.embodiment, args.fake_latency_s)
+            return make(0, progress) if args.replicas == 1 else Replicas(make, args.replicas, progress=progress)
+        return make_policies(
+            EngineFactory(
+                embodiment=args.embodiment,
+                checkpoint=args.checkpoint,
+                random_weights=args.random_weights,
+                tokenizer=args.tokenizer,
+                device=args.device,
+                preset=args.preset,
+                options=engine_options(args),
+            ),
+            args.replicas,
+            progress,
         )
 
     return build

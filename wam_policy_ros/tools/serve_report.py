@@ -130,6 +130,9 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
     wants_gpu = args.device.startswith("cuda") or (args.device == "auto" and bool(gpus))
     if args.device.startswith("cuda") and not gpus:
         report["problems"].append(f"device {args.device}: PyTorch {torch.__version__} sees no GPU")
+    each = getattr(report.get("_engine"), "gpus", 1)
+    if wants_gpu and gpus and args.replicas * each > len(gpus) and "," not in args.device:
+        report["problems"].append(f"{args.replicas} replicas need {args.replicas * each} GPUs, there are {len(gpus)}")
     total, device = None, args.device
     if not wants_gpu:
         total, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, "CPU"
@@ -149,8 +152,11 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
         out["sessions_that_fit"] = max(room, 0)
         if room < 1:
             report["problems"].append(f"{weights + step + session:.0f} GiB are needed, {device} has {total:.0f} GiB")
-        elif room < config.max_sessions:
-            report["warnings"].append(f"about {room} sessions fit, --max-sessions is {config.max_sessions}")
+        elif args.replicas * room < config.max_sessions:
+            each = f", {room} in each of {args.replicas} replicas" if args.replicas > 1 else ""
+            report["warnings"].append(
+                f"about {args.replicas * room} sessions fit{each}, --max-sessions is {config.max_sessions}"
+            )
     if not wants_gpu and network["parameters"] > 1e9:
         report["warnings"].append(f"on a CPU a step of {network['parameters'] / 1e9:.0f} B parameters takes minutes")
     return out

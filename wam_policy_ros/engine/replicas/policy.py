@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wam_policy_ros.contract.errors import ConfigError, SessionError
+from wam_policy_ros.contract.errors import Cancelled, ConfigError, SessionError
 from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec
 from wam_policy_ros.contract.policy_thread import WARNING
 
@@ -27,7 +28,7 @@ class Replicas:
     Args:
         factory: see ``RemoteFactory``. count: of replicas.
         progress: told what they say while they load; may raise to give up.
-        log: told with a level and a line what happens to them later; any thread.
+        log: told with a level and a line what happens to them later; any thread. None: ``progress`` is, as a warning.
         care: how they are looked after.
 
     Raises:
@@ -41,15 +42,20 @@ class Replicas:
         count: int,
         *,
         progress: Progress = lambda text, fraction: None,
-        log: Callable[[str, str], None] = lambda level, line: None,
+        log: Callable[[str, str], None] | None = None,
         care: Care | None = None,
     ) -> None:
         if count < 1:
             raise ConfigError("replicas must be at least 1", got=count)
+
+        def warn(level: str, line: str) -> None:
+            with suppress(Cancelled):
+                progress(WARNING + line, 1.0)
+
         self._said: dict[int, tuple[str, float]] = {}
         self._warnings: list[str] = []
         self.places = [
-            Replica(factory, index, care=care or Care(), progress=self._tell, log=log) for index in range(count)
+            Replica(factory, index, care=care or Care(), progress=self._tell, log=log or warn) for index in range(count)
         ]
         try:
             for place in self.places:
