@@ -73,7 +73,10 @@ def own(path: BranchPath, prompt: Prompt) -> Prompt:
 def report(rank: int, device: torch.device, path: BranchPath, windows: int) -> RankReport:
     pool = getattr(path, "pool", None)  # of the fused step
     slots, idle = (0, 0) if pool is None else (pool.made, pool.idle)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peak = 0
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
     return RankReport(rank, windows, slots, idle, peak)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -107,7 +108,13 @@ class _Follower:
         self._line.send("answer", None)
 
     def _drop(self, number: int) -> None:
-        self._mirrors.pop(number, None)
+        mirror = self._mirrors.pop(number, None)
+        if mirror is not None:
+            mirror.path.close()
+        del mirror
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _prepare(self, number: int) -> None:
         self._mirrors[number].path.prepare(lambda text, fraction: self._line.send("progress", text, fraction))

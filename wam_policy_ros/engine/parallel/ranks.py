@@ -39,7 +39,7 @@ class RankReport:
     Attributes:
         rank: its number. windows: of sessions and of calls under way.
         slots: memory for windows that the fused step has made; idle: that no window uses.
-        memory_bytes: peak of what PyTorch had allocated on the GPU; 0 on a CPU.
+        memory_bytes: peak of what PyTorch had allocated on the GPU since the last report; 0 on a CPU.
     """
 
     rank: int

@@ -20,6 +20,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+LOOK_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,9 +59,12 @@ class Line:
 
         threading.Thread(target=run, name="wam_replica_line", daemon=True).start()
 
-    def next(self) -> Any:
-        """The next call: its number, verb and arguments."""
-        return self._calls.get()
+    def next(self, timeout_s: float) -> Any:
+        """The next call: its number, verb and arguments; None: there was none."""
+        try:
+            return self._calls.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     def cancelled(self, number: int) -> bool:
         return number in self._cancelled
@@ -99,8 +103,10 @@ class Worker:
             "open": self._open, "infer": self._infer, "observe": self._observe, "reset": self._reset,
             "close": self._close, "render": self._render,
         }  # fmt: skip
-        while True:
-            number, verb, *args = self._line.next()
+        while getattr(self._policy, "lost", None) is None:
+            if (call := self._line.next(LOOK_S)) is None:
+                continue
+            number, verb, *args = call
             try:
                 value = verbs[verb](number, *args) if verb == "infer" else verbs[verb](*args)
             except WamError as error:
@@ -109,9 +115,8 @@ class Worker:
                 traceback.print_exc()
                 value = EngineError(f"the policy raised {type(error).__name__}: {error}")
             self._line.answer(number, value)
-            del value, args
-            if getattr(self._policy, "lost", None) is not None:
-                os._exit(1)  # a part of it is gone for good; a new process has all of it again
+            del value, args, call
+        os._exit(1)  # a part of it is gone for good; a new process has all of it again
 
     def _open(self, session_id: str, seed: int | None) -> int:
         key = next(self._numbers)

@@ -44,7 +44,7 @@ def lines(report: Report) -> list[str]:
             _number(scaling.get("predicted_ms"), 10, 0),
             _number(exchange.get("MB"), 13, 2),
             f"{exchange['share']:.2%}".rjust(12) if "share" in exchange else "-".rjust(12),
-            "  " + ", ".join(f"{g:.1f}" for g in row.get("gpu_memory_GiB", [])),
+            "  " + ", ".join(f"{g:.1f}" for g in row.get("gpu_peak_GiB") or row.get("gpu_in_use_GiB", [])),
         ]
         lead = f"{row['configuration']} {row['evaluations']} x{row['gpus']}".ljust(13)
         out.append(lead + " ".join(cells).rstrip())

@@ -34,7 +34,6 @@ from .network import (
     on_a_gpu,
     reconfigured,
 )
-from .prediction import Layout, step_traffic
 from .records import append_history, load_anchors, write_json
 from .table import summary
 from .windows import LONG_CALL_S, measure, observation_at
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"cold": {}, "rows": []}
     anchors = load_anchors(args.anchors).get("upstream_ms", {})
     for name in configuration_names(args.cold) if args.cold else []:
-        report["cold"][name] = cold.run_cold(_words(args, name, evaluations[-1:]))
+        report["cold"][name] = cold.run_cold([*_words(args, name, evaluations[-1:]), "--gpus", args.gpus])
         print(
             f"  cold start of {name}: {report['cold'][name]['process_start_to_first_chunk_s']:.1f} s", file=sys.stderr
         )
@@ -130,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         work = _one_step(policy, want_video=not args.no_video)
         report["trace"] = trace.write_trace(work, args.trace, device) | {"file": args.trace.name}
+    policy.disconnect()
     print(summary(report))
     if args.trace:
         print(f"trace: {args.trace} (open it in Perfetto)")
@@ -185,6 +185,8 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
         "text": config.evaluations_text,
         "tier": config.tier,
     }
+    if many > 1:
+        exchange.peaks_GiB(policy)  # from here on
     prepared = config.step == "fused" and config.graphs and network.device.type == "cuda"
     row |= measure(
         policy,
@@ -226,10 +228,12 @@ def _row(policy: DreamZeroPolicy, name: str, count: int, args: argparse.Namespac
         if many > 1:
             row["exchange"] = exchange.seconds_and_share(busy, step_s)
     if many > 1:
-        traffic = step_traffic(network.config, Layout.of(many, branches), frames=2, evaluations=count, guided=guided)
-        row.setdefault("exchange", {})["MB"] = traffic.nbytes / 1e6
+        item = torch.empty((), dtype=network.dtype).element_size()
+        sizes = exchange.leader_bytes(network.config, config, 4, count, guided, itemsize=item)
+        row.setdefault("exchange", {})["MB"] = sizes / 1e6
+        row["gpu_peak_GiB"] = exchange.peaks_GiB(policy)
     if network.device.type == "cuda":
-        row["gpu_memory_GiB"] = exchange.memory_in_use_GiB(many)
+        row["gpu_in_use_GiB"] = exchange.memory_in_use_GiB(many)
     return row
 
 
