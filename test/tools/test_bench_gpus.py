@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,34 @@ def test_memory_is_asked_of_the_driver(tmp_path, monkeypatch):
     assert exchange.memory_in_use_GiB(2) == [1.0, 3.0]
     monkeypatch.setenv("PATH", "/nowhere")
     assert exchange.memory_in_use_GiB(2) == []
+
+
+def test_rows_on_two_processes(tmp_path):
+    """The real thing on a CPU: the ranks are processes beside the part's own."""
+    pytest.importorskip("torch")
+    words = ["bench", "step", "--network", "tiny", "--device", "cpu", "--config", "bf16,fp8", "--evaluations", "4"]
+    words += ["--windows", "1", "--gpus", "2", "--no-ceilings", "--no-reaction", "--no-video"]
+    done = subprocess.run(
+        [sys.executable, "-m", "wam_policy_ros.tools.main", *words, "--json", str(tmp_path / "b.json")],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert [(r["configuration"], r["step_s"]["n"]) for r in report["rows"]] == [("bf16", 4), ("fp8", 4)]
+    assert all(len(r["gpu_peak_GiB"]) == 2 and r["exchange"]["MB"] > 0 for r in report["rows"])
+
+
+def test_bytes_of_the_first_gpu():
+    from wam_policy_ros.engine.config import EngineConfig
+    from wam_policy_ros.model.config import DreamZeroConfig
+
+    cfg, two = DreamZeroConfig.dreamzero_14b(), EngineConfig(gpus=2, step="fused")
+    flow = 16 * 2 * 44 * 80  # numbers of a video sample, and of a flow
+    samples = flow + 24 * 32 + 64
+    # Seven samples out, seven flows back, the observed latents; the eighth evaluation is of one branch.
+    assert exchange.leader_bytes(cfg, two, 4, 8, 7, itemsize=2) == 2 * (7 * (samples + flow) + flow)
+    first = exchange.leader_bytes(cfg, two, 1, 8, 7, itemsize=2)
+    assert first == 2 * (7 * (samples + flow) + flow // 2 + 257 * 1280 + 20 * 9 * 44 * 80)
+    four = exchange.leader_bytes(cfg, replace(two, gpus=4), 4, 8, 7, itemsize=2)
+    assert four > 1000 * exchange.leader_bytes(cfg, two, 4, 8, 7, itemsize=2)
+    assert exchange.leader_bytes(cfg, replace(two, gpus=4, attention="fp8"), 4, 8, 7, itemsize=2) < 0.51 * four

@@ -110,13 +110,17 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_ceilings:
         print("  ceilings of this machine", file=sys.stderr)
         report["ceilings"] = measure_ceilings(policy.network.config.dit, device, policy.network.dtype)
-    prepared = names[0]
+    running = prepared = names[0]
     for name in names:
         for count in evaluations:
             config = engine_config(name, count, gpu=device.type == "cuda", changes=changes)
             try:
-                policy = reconfigured(policy, config)
-                free_memory(device)  # the last configuration's windows
+                before, policy = policy, reconfigured(policy, config)
+                if name != running:
+                    before.disconnect()  # the last configuration's windows, on other GPUs, too
+                    running = name
+                del before
+                free_memory(device)
                 if name != prepared:  # as a policy that ships is; rows of one configuration share the windows
                     policy.prepare(Progress())
                     prepared = name
