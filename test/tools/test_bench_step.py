@@ -66,6 +66,17 @@ def test_ceilings_and_provenance(run):
     assert "RANDOM WEIGHTS" in run[0]["spec"]["weights"] and run[0]["anchors"] == {}
 
 
+def test_the_history_beside_the_code_is_one_of_predictions_and_results():
+    """As ``append_history`` writes it; kernels have microseconds of their own, a note says what became of it."""
+    lines = [json.loads(line) for line in (BENCH / "history.jsonl").read_text(encoding="utf-8").splitlines()]
+    keys = {"prediction", "result_ms", "peak_GiB", "network", "date", "commit", "gpu", "torch"}
+    for line in lines:
+        assert keys <= line.keys() <= keys | {"result_us", "note", "file"}, line
+        assert line["prediction"] or line["note"], line
+        assert all(value > 0 for name in ("result_ms", "result_us") for value in line.get(name, {}).values()), line
+        assert "file" not in line or (BENCH.parent / line["file"]).is_file(), line
+
+
 def test_trace_chart_and_history(run):
     report, folder = run
     events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
