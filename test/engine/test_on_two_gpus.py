@@ -100,6 +100,12 @@ def pair(request):
     return SHARED[request.param]
 
 
+def close(got, expected, limit):
+    """Two roundings of one algorithm, in units of the actions' spread; wrong weights or positions give more than 1."""
+    errors = [np.abs(a.actions - b.actions).max() / np.std(b.actions) for a, b in zip(got, expected, strict=True)]
+    assert max(errors) < limit, errors
+
+
 @pytest.mark.parametrize("video", [True, False], ids=["with video", "without"])
 def test_equals_one_gpu_bit_for_bit(pair, video):
     one, two = pair
@@ -111,9 +117,9 @@ def test_equals_one_gpu_bit_for_bit(pair, video):
 
 
 def test_close_to_both_branches_as_one_batch(pair):
-    together = run(with_config(pair[0], branches="together"), (1, 4))
-    for a, b in zip(run(pair[1], (1, 4)), together, strict=True):
-        assert np.abs(a.actions - b.actions).max() < 0.3 * np.std(b.actions)
+    one, two = pair
+    together = run(with_config(one, branches="together"), (1, 4))
+    close(run(two, (1, 4)), together, 0.8 if two.config.linears == "fp8" else 0.5)
 
 
 def test_interleaved_sessions_and_prompts(pair):
@@ -196,8 +202,7 @@ def test_gpus_that_share_a_branch_are_close_to_one(captured):
         pytest.skip("gloo cannot be captured")
     with started("bf16", guidance_scale=1.0, capture_exchange=captured) as two:
         one = with_config(two, gpus=1)
-        for a, b in zip(run(two), run(one), strict=True):
-            assert np.abs(a.actions - b.actions).max() < 0.3 * np.std(b.actions)
+        close(run(two, (1, 4, 4)), run(one, (1, 4, 4)), 0.5)
 
 
 def test_four_gpus_are_a_grid():
@@ -207,6 +212,4 @@ def test_four_gpus_are_a_grid():
     if GPU and BACKEND == "gloo":
         pytest.skip("gloo cannot be captured")
     with started("bf16", gpus=4) as four:
-        one = one_gpu(four)
-        for a, b in zip(run(four), run(one), strict=True):
-            assert np.abs(a.actions - b.actions).max() < 0.3 * np.std(b.actions)
+        close(run(four, (1, 4, 4)), run(one_gpu(four), (1, 4, 4)), 0.5)

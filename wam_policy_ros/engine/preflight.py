@@ -1,7 +1,8 @@
 """What can be known before the first step: options this machine cannot carry out are refused by name, and habits of its
 libraries that would cost minutes, hang or give wrong numbers are found and said.
 
-The only file of this room that looks at environment variables: those of PyTorch, Triton and MIOpen, never ours.
+The only file of this room that looks at environment variables, those of PyTorch, Triton and MIOpen, never ours; the
+processes of other GPUs get theirs in ``parallel``.
 """
 
 from __future__ import annotations
