@@ -1,27 +1,25 @@
-"""Processes of a policy on several GPUs: how they end, and what their leader says when one of them did not mean to."""
+"""Processes of a policy on several GPUs: what they hold, what is asked of them again, and that they go."""
 
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from test.engine.several import alive, make_several, ranks_of, run, several, wait_for
-from test.engine.tiny_policy import look, make_policy, same
-from wam_policy_ros.contract.errors import Cancelled, ConfigError, NotReady, PolicyLost
-from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
+from test.engine.tiny_policy import TEXT_LEN, look, same
+from test.tiny_checkpoint import config_json, write_checkpoint
+from wam_policy_ros.contract.errors import Cancelled, ConfigError, PolicyLost
 from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.parallel.grid import Grid
 from wam_policy_ros.engine.parallel.ranks import RankReport
+from wam_policy_ros.engine.policy import with_config, with_schedule
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed")
 
@@ -55,6 +53,61 @@ def test_windows_are_given_back_on_both_sides():
         assert two.path.reports() == [RankReport(rank, 0, 2, 2, 0) for rank in range(2)]
 
 
+def test_a_checkpoint_in_two_processes_gives_what_it_gives_in_one(tmp_path):
+    """As people start it; the deterministic tier, whose switches and audit are on both sides."""
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    said, options = [], {"evaluations": 5, "step": "fused", "deterministic": True}
+    two = build_policy(
+        embodiment="oxe_droid",
+        checkpoint=str(folder),
+        config=EngineConfig(**options, gpus=2),
+        progress=lambda text, fraction: said.append(text),
+    )
+    try:
+        one = build_policy(
+            embodiment="oxe_droid", checkpoint=str(folder), config=EngineConfig(**options, branches="apart")
+        )
+        assert all(same(a, b) for a, b in zip(run(two, (1, 4)), run(one, (1, 4)), strict=True))
+        assert two.spec.details["gpus"] == 2 and two.spec.fingerprint != one.spec.fingerprint
+        assert any(text.startswith("rank 1: ") for text in said)
+    finally:
+        two.disconnect()
+
+
+def test_paths_on_the_same_ranks_come_and_go():
+    """8-bit layers take the weights of the other rank over, too; another schedule takes everything as it is."""
+    with several(FUSED, raw=config_json(text_len=TEXT_LEN)) as two:
+        eight = with_config(two, linears="fp8", attention="fp8")
+        apart = with_config(eight, gpus=1, branches="apart")
+        quick = with_schedule(eight, evaluations=8)
+        assert quick.path.far is eight.path.far
+        for a, b in ((eight, apart), (quick, with_config(apart, evaluations=8))):
+            assert all(same(x, y) for x, y in zip(run(a, (1, 4)), run(b, (1, 4)), strict=True))
+        with pytest.raises(ConfigError, match="8-bit"):
+            with_config(eight, linears="native")
+        ranks = ranks_of(two)
+        del quick, apart, a, b
+        eight.disconnect()
+        gc.collect()
+        assert list(ranks.forgotten) and ranks.lost is None  # told to the other rank with the next command
+        with pytest.raises(PolicyLost, match=r"rank 1.*failed: KeyError"):
+            ranks.send("report", eight.path.far._path)
+            ranks.answers()
+        assert ranks.lost is not None
+
+
+@pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
+def test_four_processes_share_a_step(guidance_scale):
+    """Two for each branch, or four for the only one. *Numeric*: matrix products over fewer rows."""
+    raw = config_json(text_len=TEXT_LEN, num_heads=4)
+    with several(replace(FUSED, gpus=4, guidance_scale=guidance_scale), raw=raw) as four:
+        assert ranks_of(four).grid == (Grid(2, 2) if guidance_scale != 1.0 else Grid(1, 4))
+        one = with_config(four, gpus=1)
+        for a, b in zip(run(four, (1, 4, 4)), run(one, (1, 4, 4)), strict=True):
+            assert np.abs(a.actions - b.actions).max() < 2e-5 * np.std(b.actions)
+            assert a.info == b.info and a.reset == b.reset
+
+
 def test_a_policy_nobody_has_any_more_ends_its_processes():
     policy = make_several(TWO)
     pids = ranks_of(policy).pids
@@ -62,151 +115,6 @@ def test_a_policy_nobody_has_any_more_ends_its_processes():
     del policy
     gc.collect()
     wait_for(lambda: not any(map(alive, pids)), 5.0)
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "not")])
-@pytest.mark.parametrize("config", [TWO, FUSED], ids=["plain", "fused"])
-def test_a_rank_that_dies_or_hangs_in_mid_step_is_a_typed_fault_in_time(number, words, config):
-    """The next policy of the same process works."""
-    policy = make_several(config)
-    (pid,) = ranks_of(policy).pids
-    session = policy.open()
-    policy.infer(session, look(policy.spec, 0, frames=1))
-    policy.infer(session, look(policy.spec, 1, frames=4))
-    asked = iter(range(100))
-
-    def strike():
-        if next(asked) == 2:
-            os.kill(pid, number)
-        return False
-
-    start_s = time.monotonic()
-    with pytest.raises(PolicyLost, match=f"rank 1.*{words}|another GPU.*{words}") as caught:
-        # The second time at this place of the window: what is done for the first time may take long.
-        policy.reset(session)
-        policy.infer(session, look(policy.spec, 0, frames=1))
-        policy.infer(session, look(policy.spec, 2, frames=4), cancelled=strike)
-    assert time.monotonic() - start_s < 2.5 * DEADLINE_S
-    assert "load the policy again" in str(caught.value) and policy.lost is not None
-    wait_for(lambda: not alive(pid), 2.0)
-    with pytest.raises(PolicyLost):
-        policy.infer(session, look(policy.spec, 3, frames=4))
-    with pytest.raises(PolicyLost):
-        run(policy, (1,))
-    policy.close(session)
-    policy.disconnect()
-    with several(config) as again:
-        one = make_policy(replace(config, gpus=1, branches="apart" if config.step == "fused" else "together"))
-        assert all(same(a, b) for a, b in zip(run(again, (1, 4)), run(one, (1, 4)), strict=True))
-
-
-def test_the_owner_of_a_lost_policy_is_not_ready_and_lets_go_of_it():
-    """Also when nobody calls it at that moment. Then it can be loaded again."""
-    made, lines = [], []
-
-    def factory(progress):
-        made.append(make_several(TWO))
-        return made[-1]
-
-    owner = PolicyThread(factory, log=lambda level, text: lines.append(text))
-    owner.start()
-    wait_for(lambda: owner.status.phase is Phase.READY, 60.0)
-    (pid,) = ranks_of(made.pop()).pids
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: owner.status.phase is Phase.FAILED, 5 * DEADLINE_S)
-    assert "lost a GPU" in (owner.trouble() or "") and "not been heard of" in owner.status.message
-    with pytest.raises(NotReady):
-        owner.submit(lambda policy, cancelled: None, lane="late")
-    wait_for(lambda: not owner.alive and not alive(pid), 5.0)
-    assert any("the policy failed" in line for line in lines)
-
-
-def test_a_job_of_a_policy_that_is_lost_gets_that_error():
-    made = []
-
-    def factory(progress):
-        made.append(make_several(TWO))
-        return made[-1]
-
-    owner = PolicyThread(factory, log=lambda level, text: None, warm_up=False)
-    owner.start()
-    wait_for(lambda: owner.status.phase is Phase.READY, 60.0)
-    (pid,) = ranks_of(made.pop()).pids
-
-    def job(policy, cancelled):
-        session = policy.open()
-        policy.infer(session, look(policy.spec, 0, frames=1))
-        os.kill(pid, signal.SIGKILL)
-        policy.infer(session, look(policy.spec, 1, frames=4))
-
-    ticket = owner.submit(job, lane="a")
-    with pytest.raises(PolicyLost):
-        ticket.result(20.0)
-    wait_for(lambda: not owner.alive, 5.0)
-    assert owner.status.phase is Phase.FAILED
-
-
-def test_an_owner_that_stops_ends_the_processes():
-    made = []
-
-    def factory(progress):
-        made.append(make_several(TWO))
-        return made[-1]
-
-    owner = PolicyThread(factory, log=lambda level, text: None)
-    owner.start()
-    wait_for(lambda: owner.status.phase is Phase.READY, 60.0)
-    pids = ranks_of(made.pop()).pids
-    assert owner.stop(10.0) and not any(map(alive, pids))
-
-
-LEADER = """
-import sys, time
-from test.engine.several import make_several, ranks_of, run
-from wam_policy_ros.engine.config import EngineConfig
-policy = make_several(EngineConfig(evaluations=5, gpus=2))
-print(*ranks_of(policy).pids, flush=True)
-run(policy, (1,))
-print("ran", flush=True)
-{then}
-"""
-
-
-def leader(then):
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root}
-    process = subprocess.Popen(
-        [sys.executable, "-c", LEADER.format(then=then)], stdout=subprocess.PIPE, text=True, env=environment, cwd=root
-    )
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert process.stdout.readline() == "ran\n"
-    return process, pids
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_no_process_outlives_a_leader_that_is_killed(stopped):
-    """Also one that is stopped, and could not notice."""
-    process, pids = leader("time.sleep(100)")
-    assert all(map(alive, pids))
-    if stopped:
-        os.kill(pids[0], signal.SIGSTOP)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not any(map(alive, pids)), 3.0)
-
-
-def test_no_process_outlives_a_leader_that_just_ends():
-    """Without closing anything, and with a code that says it went well."""
-    process, pids = leader("")
-    assert process.wait(20) == 0
-    wait_for(lambda: not any(map(alive, pids)), 3.0)
-
-
-def test_a_follower_that_cannot_begin_is_told():
-    """The folder has gone when it wants to read it; what it says comes through."""
-    with pytest.raises(PolicyLost, match=r"rank 1.*needs|rank 1.*failed"):
-        make_several(replace(TWO, dtype="float32"), devices=["cpu", "cuda:7"])
     assert not dist.is_initialized()
 
 

@@ -41,8 +41,10 @@ def follow(line: Line) -> None:
             with torch.inference_mode():
                 follower.run()
     except BaseException as error:
-        text = str(error) if isinstance(error, WamError) else traceback.format_exc()
-        line.send("failed", text)
+        known = isinstance(error, WamError)
+        if not known:
+            traceback.print_exc()
+        line.send("failed", str(error) if known else f"{type(error).__name__}: {error}")
         os._exit(1)  # whatever else waits here, waits for nothing
 
 

@@ -1,0 +1,197 @@
+"""A process of a policy on several GPUs that dies or hangs, or whose leader does: told in time, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from test.engine.several import alive, make_several, ranks_of, run, several, wait_for
+from test.engine.tiny_policy import look, make_policy, same
+from wam_policy_ros.contract.errors import NotReady, Overloaded, PolicyLost
+from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
+from wam_policy_ros.engine.config import EngineConfig
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed")
+
+DEADLINE_S = 2.0
+TWO = EngineConfig(evaluations=5, gpus=2, rank_deadline_s=DEADLINE_S)
+FUSED = replace(TWO, step="fused")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    gc.collect()
+    assert not dist.is_initialized()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("wam_ranks")] == []
+
+
+def test_a_failure_in_the_midst_of_a_shared_branch_is_a_lost_policy(monkeypatch):
+    """The other rank waits in an exchange that nothing ends."""
+    policy = make_several(replace(FUSED, guidance_scale=1.0))
+    run(policy, (1,))
+
+    def broken(*args, **kwargs):
+        raise Overloaded("no memory")
+
+    monkeypatch.setattr(policy.path.local, "evaluate_branch", broken)
+    session = policy.open()
+    with pytest.raises(Overloaded):
+        policy.infer(session, look(policy.spec, 0, frames=1))
+    assert "no memory" in str(policy.lost)
+    policy.close(session)
+    policy.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("config", "number", "words"), [(TWO, signal.SIGKILL, "SIGKILL"), (FUSED, signal.SIGSTOP, "not")]
+)
+def test_a_rank_that_dies_or_hangs_in_mid_step_is_a_typed_fault_in_time(config, number, words):
+    """The next policy of the same process works."""
+    policy = make_several(config)
+    (pid,) = ranks_of(policy).pids
+    session = policy.open()
+    policy.infer(session, look(policy.spec, 0, frames=1))
+    policy.infer(session, look(policy.spec, 1, frames=4))
+    asked = iter(range(100))
+
+    def strike():
+        if next(asked) == 2:
+            os.kill(pid, number)
+        return False
+
+    start_s = time.monotonic()
+    with pytest.raises(PolicyLost, match=f"rank 1.*{words}|another GPU.*{words}") as caught:
+        # The second time at this place of the window: what is done for the first time may take long.
+        policy.reset(session)
+        policy.infer(session, look(policy.spec, 0, frames=1))
+        policy.infer(session, look(policy.spec, 2, frames=4), cancelled=strike)
+    assert time.monotonic() - start_s < 2.5 * DEADLINE_S
+    assert "load the policy again" in str(caught.value) and policy.lost is not None
+    wait_for(lambda: not alive(pid), 2.0)
+    with pytest.raises(PolicyLost):
+        policy.infer(session, look(policy.spec, 3, frames=4))
+    with pytest.raises(PolicyLost):
+        run(policy, (1,))
+    policy.close(session)
+    policy.disconnect()
+    with several(config) as again:
+        one = make_policy(replace(config, gpus=1, branches="apart" if config.step == "fused" else "together"))
+        assert all(same(a, b) for a, b in zip(run(again, (1, 4)), run(one, (1, 4)), strict=True))
+
+
+def test_the_owner_of_a_lost_policy_is_not_ready_and_lets_go_of_it():
+    """Also when nobody calls it at that moment. Then it can be loaded again."""
+    made, lines = [], []
+
+    def factory(progress):
+        made.append(make_several(TWO))
+        return made[-1]
+
+    owner = PolicyThread(factory, log=lambda level, text: lines.append(text))
+    owner.start()
+    wait_for(lambda: owner.status.phase is Phase.READY, 60.0)
+    (pid,) = ranks_of(made.pop()).pids
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: owner.status.phase is Phase.FAILED, 5 * DEADLINE_S)
+    assert "lost a GPU" in (owner.trouble() or "") and "not been heard of" in owner.status.message
+    with pytest.raises(NotReady):
+        owner.submit(lambda policy, cancelled: None, lane="late")
+    wait_for(lambda: not owner.alive and not alive(pid), 5.0)
+    assert any("the policy failed" in line for line in lines)
+
+
+def test_a_job_of_a_policy_that_is_lost_gets_that_error():
+    made = []
+
+    def factory(progress):
+        made.append(make_several(TWO))
+        return made[-1]
+
+    owner = PolicyThread(factory, log=lambda level, text: None, warm_up=False)
+    owner.start()
+    wait_for(lambda: owner.status.phase is Phase.READY, 60.0)
+    (pid,) = ranks_of(made.pop()).pids
+
+    def job(policy, cancelled):
+        session = policy.open()
+        policy.infer(session, look(policy.spec, 0, frames=1))
+        os.kill(pid, signal.SIGKILL)
+        policy.infer(session, look(policy.spec, 1, frames=4))
+
+    ticket = owner.submit(job, lane="a")
+    with pytest.raises(PolicyLost):
+        ticket.result(20.0)
+    wait_for(lambda: not owner.alive, 5.0)
+    assert owner.status.phase is Phase.FAILED
+
+
+def test_an_owner_that_stops_ends_the_processes():
+    made = []
+
+    def factory(progress):
+        made.append(make_several(TWO))
+        return made[-1]
+
+    owner = PolicyThread(factory, log=lambda level, text: None)
+    owner.start()
+    wait_for(lambda: owner.status.phase is Phase.READY, 60.0)
+    pids = ranks_of(made.pop()).pids
+    assert owner.stop(10.0) and not any(map(alive, pids))
+
+
+LEADER = """
+import sys, time
+from test.engine.several import make_several, ranks_of, run
+from wam_policy_ros.engine.config import EngineConfig
+policy = make_several(EngineConfig(evaluations=5, gpus=2))
+print(*ranks_of(policy).pids, flush=True)
+run(policy, (1,))
+print("ran", flush=True)
+{then}
+"""
+
+
+def leader(then):
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEADER.format(then=then)], stdout=subprocess.PIPE, text=True, env=environment, cwd=root
+    )
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert process.stdout.readline() == "ran\n"
+    return process, pids
+
+
+def test_no_process_outlives_a_leader_that_is_killed():
+    """Not even one that is stopped, and cannot notice."""
+    process, pids = leader("time.sleep(100)")
+    assert all(map(alive, pids))
+    os.kill(pids[0], signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(alive, pids)), 3.0)
+
+
+def test_no_process_outlives_a_leader_that_just_ends():
+    """Without closing anything, and with a code that says it went well."""
+    process, pids = leader("")
+    assert process.wait(20) == 0
+    wait_for(lambda: not any(map(alive, pids)), 3.0)
+
+
+def test_a_follower_that_cannot_begin_is_told():
+    """The folder has gone when it wants to read it; what it says comes through."""
+    with pytest.raises(PolicyLost, match=r"rank 1.*needs|rank 1.*failed"):
+        make_several(replace(TWO, dtype="float32"), devices=["cpu", "cuda:7"])
+    assert not dist.is_initialized()
