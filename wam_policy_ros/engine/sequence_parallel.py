@@ -175,6 +175,8 @@ class GroupSwap:
         if not self._through_host:
             dist.all_to_all_single(received, sent, group=self.group)
             return
+        if torch.cuda.is_current_stream_capturing():
+            raise ConfigError("gloo cannot be recorded in a CUDA graph", remedy="use NCCL, or set graphs: false")
         here = sent.cpu()
         there = torch.empty_like(here)
         dist.all_to_all_single(there, here, group=self.group)
