@@ -58,10 +58,20 @@ def test_labels_are_what_it_does_and_leave_the_world_alone(world: World, expert:
     after = world.snapshot()
     assert label.shape == (20, 8) and np.array_equal(before.state, after.state)
     assert (after.tick, after.held_ticks, after.gripper) == (before.tick, before.held_ticks, before.gripper)
+    assert np.array_equal(after.target, before.target)
     for row in label:
         action = expert.act(world)
         assert np.array_equal(action.row, row)
         world.step(action.joints_rad, action.gripper)
+
+
+def test_a_label_that_would_succeed_is_no_success_yet(world: World, expert: Expert) -> None:
+    world.reset(4, "lift_mug")
+    while world.outcome.held_ticks < 3:
+        action = expert.act(world)
+        world.step(action.joints_rad, action.gripper)
+    expert.label(world, 10)
+    assert world.outcome.held_ticks == 3 and not world.outcome.success
 
 
 def test_a_miss_is_felt_and_tried_again(world: World, expert: Expert) -> None:

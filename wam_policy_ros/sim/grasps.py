@@ -42,7 +42,7 @@ def grasp_of(kind: str, position: Array, rotation: Array) -> Grasp:
         position, rotation: ``[3]``, ``[3, 3]`` of the thing in the world.
     """
     if kind == "apple":
-        return Grasp(position + np.array([0.0, 0.0, 0.008]), 0.0, position[2] + objects.APPLE_RADIUS_M, 0.008, 0.009)
+        return Grasp(position + np.array([0.0, 0.0, 0.008]), 0.0, position[2] + objects.APPLE_RADIUS_M, 0.010, 0.012)
     return _mug(position, rotation) if kind == "mug" else _book(position, rotation)
 
 
