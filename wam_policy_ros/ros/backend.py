@@ -43,13 +43,13 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
 
     options = {
         "schedule": params.engine_schedule,
-        "evaluations": params.engine_evaluations,
-        "guidance_scale": params.engine_guidance_scale,
         "seed": params.engine_seed,
         "dtype": params.engine_dtype,
         "deterministic": params.engine_deterministic,
         "gpus": params.engine_gpus,
     }
+    asked = {"evaluations": params.engine_evaluations, "guidance_scale": params.engine_guidance_scale}
+    options |= {k: v for k, v in asked.items() if v}  # 0: as the checkpoint recommends
     chosen = {"attention": params.engine_attention, "text": params.engine_text}
     factory = EngineFactory(
         embodiment=params.embodiment,

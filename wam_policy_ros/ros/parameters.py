@@ -86,10 +86,19 @@ class NodeParameters:
         choices=("static", "dynamic", "full"),
     )
     engine_evaluations: int = _p(
-        8, "engine.evaluations", "evaluations of the static schedule: 5, 6, 7, 8 or 16", unit="of 16", low=5, high=16
+        0,
+        "engine.evaluations",
+        "evaluations of the static schedule: 5, 6, 7, 8 or 16; 0: as the checkpoint recommends, else 8",
+        unit="of 16",
+        low=0,
+        high=16,
     )
     engine_guidance_scale: float = _p(
-        5.0, "engine.guidance_scale", "guidance on the video; 1 leaves the second branch out", low=0.0, high=100.0
+        0.0,
+        "engine.guidance_scale",
+        "guidance on the video; 1 leaves the second branch out; 0: as the checkpoint recommends, else 5",
+        low=0.0,
+        high=100.0,
     )
     engine_preset: str = _p(
         "auto",

@@ -154,7 +154,7 @@ def option_words(words: list[str]) -> dict[str, Any]:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """On top of the preset. Raises ConfigError for words that are no options."""
+    """On top of the preset and of what the checkpoint recommends. Raises ConfigError for words that are no options."""
     options = option_words(args.engine)
     if args.evaluations is not None:
         options |= {"schedule": "static", "evaluations": args.evaluations}

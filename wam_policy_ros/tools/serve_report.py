@@ -83,15 +83,16 @@ def _policy(args: argparse.Namespace, report: dict[str, Any]) -> PolicySpec:
 def _engine_options(args: argparse.Namespace, report: dict[str, Any]) -> None:
     if importlib.util.find_spec("torch") is None:
         return
+    import torch
+
     from wam_policy_ros.engine.config import EngineConfig
+    from wam_policy_ros.engine.recommended import recommended
 
     from .serve import engine_options
 
-    options = engine_options(args)
-    import torch
-
     gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
     try:
+        options = {**recommended(args.checkpoint, args.embodiment).options, **engine_options(args)}
         config = EngineConfig.preset(args.preset, torch.device("cuda" if gpu else "cpu"), **options)
         report["_engine"] = config
         more = ", deterministic" if config.deterministic else ""

@@ -20,7 +20,7 @@ class EngineFactory:
 
     Attributes:
         device: for replicas also several with commas between them, one for each.
-        preset: of ``EngineConfig.preset``; options: engine options on top of it.
+        preset: of ``EngineConfig.preset``; options: engine options on top of it and of what the checkpoint recommends.
     """
 
     embodiment: str
@@ -35,14 +35,16 @@ class EngineFactory:
         """In this process. Raises what ``build_policy`` raises."""
         from wam_policy_ros.engine.build import build_policy, resolve_device
         from wam_policy_ros.engine.config import EngineConfig
+        from wam_policy_ros.engine.recommended import recommended
 
+        options = {**recommended(self.checkpoint, self.embodiment).options, **self.options}
         return build_policy(
             embodiment=self.embodiment,
             checkpoint=self.checkpoint,
             random_weights=self.random_weights,
             tokenizer=self.tokenizer,
             device=self.device,
-            config=EngineConfig.preset(self.preset, resolve_device(self.device), **self.options),
+            config=EngineConfig.preset(self.preset, resolve_device(self.device), **options),
             progress=progress,
         )
 
