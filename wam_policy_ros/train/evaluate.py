@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
@@ -139,7 +140,7 @@ def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
 def evaluate(
     what: Rollouts, seeds: Sequence[int], *, workers: int, seconds: float | None = None
 ) -> tuple[list[Outcome], list[str]]:
-    """Outcomes of as many of the seeds as there was time for, in the order of the seeds, and errors of processes."""
+    """Outcomes of as many of the seeds as there was time for, in order and without gaps, and errors of processes."""
     context = multiprocessing.get_context("spawn")
     news: Any = context.Queue()
     turn, stop = context.Value("l", 0), context.Event()
@@ -165,7 +166,7 @@ def evaluate(
         p.join(0.5 if time.monotonic() >= end else 10.0)
         if p.is_alive():
             p.terminate()
-    return sorted(outcomes, key=lambda o: o.seed), errors
+    return without_gaps(outcomes, seeds), errors
 
 
 def _play(what: Rollouts, seeds: list[int], turn: Any, stop: Any, news: Any) -> None:
@@ -182,6 +183,16 @@ def _play(what: Rollouts, seeds: list[int], turn: Any, stop: Any, news: Any) -> 
     except Exception as error:  # told to the process that waits
         news.put(f"{type(error).__name__}: {error}")
         raise
+
+
+def without_gaps(outcomes: Sequence[Outcome], seeds: Sequence[int]) -> list[Outcome]:
+    """Outcomes up to the first seed that was not finished.
+
+    Seeds are begun in order and failures take longest: of a run that was cut, whatever had ended by then would be the
+    successes among the last ones.
+    """
+    known = {o.seed: o for o in outcomes}
+    return [known[s] for s in itertools.takewhile(lambda s: s in known, seeds)]
 
 
 def summary(outcomes: Sequence[Outcome], what: Rollouts) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class VAERecipe:
         kl: weight of the latents' divergence from a standard normal.
         busy: how much more a pixel counts that differs from the average picture (things and arm, not the table).
         grey: share of clips that are a first frame followed by grey.
+        min_steps: with fewer in sight the budget grows, at most to 1.7 times itself.
     """
 
     batch: int = 16
@@ -34,6 +35,7 @@ class VAERecipe:
     kl: float = 1e-6
     busy: float = 6.0
     grey: float = 0.25
+    min_steps: int = 900
     report_s: float = 10.0
 
 
@@ -68,11 +70,10 @@ def fit_vae(
     device = footage.device
     cuda = device.type == "cuda"
     vae.train().requires_grad_(True)
-    optimiser = torch.optim.AdamW(vae.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=1e-4)
+    optimiser = torch.optim.AdamW(vae.parameters(), lr=0.05 * recipe.lr, betas=(0.9, 0.98), weight_decay=1e-4)
     generator = torch.Generator().manual_seed(seed)
     average = _average(footage, generator)
     pool = footage.observable()
-    step, told, check = 0, 0.0, 0.0
     work = torch.compile(_loss) if compiled else _loss
 
     def one() -> dict[str, Tensor]:
@@ -86,6 +87,7 @@ def fit_vae(
         return parts
 
     form = fastest_form(vae, one, log.line) if cuda else "plain"
+    step, told, check, began, judged = 0, budget.spent, budget.spent, budget.spent, False
     while not budget.over and (max_steps is None or step < max_steps):
         if budget.spent - check > 5.0:
             check = budget.spent
@@ -98,10 +100,20 @@ def fit_vae(
             group["lr"] = max(rate, recipe.lr * 0.01)
         parts = one()
         step += 1
+        if not judged and budget.fraction > 0.3 and max_steps is None:
+            judged = True
+            if cuda:
+                torch.cuda.synchronize()
+            needed = recipe.min_steps * (budget.spent - began) / step
+            if needed > budget.seconds:
+                budget.seconds = min(1.7 * budget.seconds, needed)
+                log.line(f"VAE: {step / (budget.spent - began):.1f} steps/s; it gets {budget.seconds:.0f} s")
         if budget.spent - told > recipe.report_s or step == max_steps:
             told = budget.spent
             log.point(
-                "vae", step, {k: float(v) for k, v in parts.items()} | {"per_s": step * recipe.batch / budget.spent}
+                "vae",
+                step,
+                {k: float(v) for k, v in parts.items()} | {"per_s": step * recipe.batch / (budget.spent - began)},
             )
     vae.eval().requires_grad_(False)
     return form

@@ -364,6 +364,7 @@ class Dagger(Run):
         )  # fmt: skip
         while (player.running or fresh.running) and clock.spent < clock.seconds * self.rollout_share:
             time.sleep(0.2)
+            self._load_new()
         made, also = player.stop(), fresh.stop()
         self._load_new()
         self.log.line(

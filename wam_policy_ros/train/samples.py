@@ -31,6 +31,8 @@ from .preset import OBSERVED, Preset
 WIDTH = 8
 """Numbers of a state and of a row: seven joints and the gripper."""
 STATISTICS_EPISODES = 1000
+FAR = 4.0
+"""Rows further out than this are cut to it: what the expert does where no demonstration went must not rule the loss."""
 MARGIN = 0.1
 """Of a joint's range, beyond what was seen: a policy goes where the expert did not."""
 
@@ -143,7 +145,8 @@ class Windows:
             return torch.from_numpy(x).to(self.device, kind)
 
         self._states = put(normalised_states(state, statistics), torch.float32)
-        self._rows = put(normalised_rows(np.where(has[:, None, None], label, 0.0), state, statistics), torch.float32)
+        rows = normalised_rows(np.where(has[:, None, None], label, 0.0), state, statistics)
+        self._rows = put(np.clip(rows, -FAR, FAR), torch.float32)
         self._has, self._prompts = put(has, torch.bool), put(np.repeat(prompts, counts), torch.int64)
         self._last = put(np.repeat(first + counts - 1, counts), torch.int64)
         self.anchors = put(
