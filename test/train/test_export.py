@@ -117,3 +117,13 @@ def test_a_bundle_is_whole_at_any_time(tmp_path, folder):
     with tarfile.open(fileobj=io.BytesIO(b"".join(p.read_bytes() for p in parts))) as tar:
         names = tar.getnames()
     assert f"{folder.name}/config.json" in names and f"{folder.name}/experiment_cfg/metadata.json" in names
+
+
+def test_serve_and_node_run_it_as_it_recommends(folder):
+    from wam_policy_ros.engine.replicas.build import EngineFactory
+
+    said = lambda text, share: None  # noqa: E731
+    policy = EngineFactory("droid", checkpoint=str(folder), device="cpu").policy(said)
+    assert policy.spec.details["evaluations"] == "5 of 16" and policy.spec.details["guidance_scale"] == 1.0
+    policy = EngineFactory("droid", checkpoint=str(folder), device="cpu", options={"evaluations": 8}).policy(said)
+    assert policy.spec.details["evaluations"] == "8 of 16" and policy.spec.details["guidance_scale"] == 1.0
