@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wam_policy_ros.contract.errors import ConfigError, EngineError, InvalidState
+from wam_policy_ros.contract.errors import Cancelled, ConfigError, EngineError, InvalidState
 from wam_policy_ros.contract.fakes import ScriptedPolicy
 
 
@@ -36,6 +36,11 @@ class Sleeper(ScriptedPolicy):
         return rows
 
     def infer(self, session: Any, observation: Any, **options: Any) -> Any:
+        end = time.monotonic() + 1.5
+        while observation.prompt == "long" and time.monotonic() < end:
+            if options["cancelled"]():
+                raise Cancelled("step cancelled")
+            time.sleep(0.005)
         chunk = super().infer(session, observation, **options)
         return replace(chunk, video=("predicted", session.session_id)) if observation.want_video else chunk
 

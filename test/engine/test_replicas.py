@@ -167,7 +167,7 @@ def test_the_robot_comes_first_where_its_session_is_and_elsewhere_nobody_notices
     for i, client in enumerate(clients):
         one.step(client, f"c{i}").result(20)
     (beside,) = [i for i, c in enumerate(clients) if c[0].place == robot[0].place]  # four sessions on two replicas
-    tickets = [one.step(c, f"c{i}") for i, c in enumerate(clients)]
+    tickets = [one.step(c, f"c{i}", "long") for i, c in enumerate(clients)]
     wait_for(lambda: tickets[beside].started_s is not None)
     mine = one.step(robot, "robot", priority=Priority.ROBOT, newest_wins=True, preempt=True)
     for ticket in (mine, *tickets):
@@ -180,7 +180,7 @@ def test_kill_9_is_a_fault_of_its_own_sessions_and_it_comes_back(owned):
     one = owned(fakes.slow, 2)
     a, b = [], []
     pids = [process_of(one.step(s, n).result(20)) for s, n in ((a, "a"), (b, "b"))]
-    running = one.step(a, "a"), one.step(b, "b")
+    running = one.step(a, "a", "hang"), one.step(b, "b", "long")
     wait_for(lambda: all(t.started_s is not None for t in running))
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(ReplicaDied, match=r"SIGKILL.*new one"):
