@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from test.engine import replica_fakes
 from wam_policy_ros.contract import policy_thread
 from wam_policy_ros.contract.errors import (
     Cancelled,
@@ -22,6 +25,8 @@ from wam_policy_ros.contract.errors import (
 from wam_policy_ros.contract.fakes import HoldPolicy, ScriptedPolicy, example_observation
 from wam_policy_ros.contract.interface import Observation
 from wam_policy_ros.contract.progress import ProgressLog
+from wam_policy_ros.engine.replicas.policy import Replicas
+from wam_policy_ros.engine.replicas.replica import Care
 from wam_policy_ros.ros.worker import InferenceWorker, Phase, Request, Result, WorkerStatus
 
 from .conftest import wait_for
@@ -506,3 +511,35 @@ def test_work_after_a_step_is_not_put_off_for_ever(bench: Bench) -> None:
         assert time.monotonic() - start < 10
     assert bench.worker.after_step_skipped > 0
     assert time.monotonic() - start > 3 * 0.1, "a tenth of the time"
+
+
+def test_the_robot_goes_on_with_a_new_session_when_its_replica_dies() -> None:
+    """As with a policy server that went away: the call tells it, the next session is on a replica that lives."""
+    made: list[Replicas] = []
+
+    def factory(progress: Any) -> Any:
+        made.append(Replicas(replica_fakes.sleeper, 2, progress=progress, care=Care(restart_s=30.0)))
+        return made[0]
+
+    worker = idle_worker(factory)
+    worker.start()
+    wait_for(lambda: worker.status.phase is Phase.READY, 30)
+    spec = made[0].spec
+
+    def ask(generation: int) -> Result:
+        worker.submit(Request(generation, f"s{generation}", Pending(spec, 0.1), time.monotonic()))  # type: ignore[arg-type]
+        found: list[Result] = []
+        wait_for(lambda: bool(found.extend(r for r in [worker.take_result()] if r) or found))
+        return found[0]
+
+    worker.new_generation(1)
+    first, second = ask(1), ask(1)
+    assert first.chunk is not None and second.chunk is not None and second.chunk.step == 1
+    pid = int(first.chunk.actions[0, 0])
+    assert int(second.chunk.actions[0, 0]) == pid != os.getpid()
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(ask(1).error, PolicyUnavailable)
+    worker.new_generation(2)
+    later = ask(2)
+    assert later.chunk is not None and later.chunk.step == 0 and int(later.chunk.actions[0, 0]) != pid
+    assert worker.stop(10)
