@@ -73,8 +73,16 @@ def make_path(
                 remedy="build a policy of its own for it: build_policy(config=EngineConfig(gpus=...))",
             )
         groups = ranks.join(progress)
-        local = branch_path(network, config, picture_hw, near, groups=groups, warn=warn)
-        return SplitPath(network, config, local, RemoteFar(ranks, config, network.device, network.dtype))
+        far = RemoteFar(ranks, config, network.device, network.dtype)
+        try:
+            try:
+                local = branch_path(network, config, picture_hw, near, groups=groups, warn=warn)  # while they do
+            finally:
+                far.ready()
+        except BaseException:
+            far.close()
+            raise
+        return SplitPath(network, config, local, far)
     if config.branches == "apart":
         local = branch_path(network, config, picture_hw, near, warn=warn)
         other = branch_path(network, config, picture_hw, local, warn=warn)

@@ -134,6 +134,10 @@ class Far(Protocol):
 
     def let_go(self, unwanted: Any, kept: Any) -> None: ...
 
+    def watched(self) -> AbstractContextManager[object]:
+        """Around all evaluations of a call: it may wait for the other side wherever it asks the device."""
+        ...
+
     def pace(self) -> None:
         """Before an evaluation: wait until no more than one other is under way, so that a call can be cancelled."""
         ...
@@ -213,6 +217,9 @@ class LocalFar:
     def let_go(self, unwanted: Any, kept: Any) -> None:
         if unwanted is not None:
             self._path.let_go(unwanted, kept or WindowState())
+
+    def watched(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def pace(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,14 +23,23 @@ ENVIRONMENT: Mapping[str, str] = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
-    # One host: ranks find each other there, and nothing listens outside.
-    "NCCL_SOCKET_IFNAME": "lo",
-    "GLOO_SOCKET_IFNAME": "lo",
     # PyTorch would end the process, and the robot's node with it; the keeper gives up the groups instead.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Of the libraries, set in every rank where they are not set already."""
+LOOPBACK: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+"""One host: ranks find each other there, and nothing listens outside."""
+
+
+def environment() -> dict[str, str]:
+    """Variables of the libraries that every rank has where they are not set already."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return {**ENVIRONMENT, **LOOPBACK}
+    except OSError:  # a machine that never started it: the libraries look for another one
+        return dict(ENVIRONMENT)
+
 
 NEVER = timedelta(days=1)
 """The keeper of the ranks gives up, not the libraries: they know neither how long a step may take nor what follows."""

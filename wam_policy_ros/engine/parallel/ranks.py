@@ -21,7 +21,7 @@ from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.weights import WeightSource
 
 from .grid import Grid
-from .groups import ENVIRONMENT, Groups, connect, disconnect, refuse_groups
+from .groups import Groups, connect, disconnect, environment, refuse_groups
 from .keeper import Keeper
 
 Progress = Callable[[str, float], None]
@@ -104,7 +104,8 @@ class Ranks:
         devices = devices or devices_of(self.grid.size, device)
         refuse_groups()
         self._folder = tempfile.TemporaryDirectory(prefix="wam_ranks_")  # of this user alone
-        for name, value in ENVIRONMENT.items():
+        variables = environment()
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
         first = Setup(
             rank=0,
@@ -119,11 +120,12 @@ class Ranks:
             threads=torch.get_num_threads(),
         )
         self._setup = first
-        self._keeper = Keeper(self.grid.size - 1, ENVIRONMENT, silent_s=6 * self.deadline_s)
+        self._keeper = Keeper(self.grid.size - 1, variables, silent_s=6 * self.deadline_s)
         self._met: list[bool] = []  # something, as soon as there may be groups
         self._finalizer = weakref.finalize(self, _end, self._keeper, self._folder, self._met)
         self._known: set[Hashable] = set()
         self._new: set[Hashable] = set()
+        self._limits: list[float | None] = []
         self._users: set[int] = set()
         # Paths that nobody has any more; the collector may find that in any thread.
         self.forgotten: deque[int] = deque()
@@ -205,7 +207,7 @@ class Ranks:
             WamError: one of them answered with it.
         """
         out: list[Any] = []
-        with self._waiting(limit_s or self._limit_s):
+        with self._waiting(limit_s):
             for index, queue in enumerate(self._keeper.answers):
                 while True:
                     self.check()
@@ -226,16 +228,15 @@ class Ranks:
         """Around a collective operation.
 
         Args:
-            key: of the work that others do for it: what is done for the first time may take long.
+            key: see ``asked``.
 
         Raises:
             PolicyLost: another rank does not take part.
         """
         assert self.groups is not None
-        if key not in self._known:
-            self._new.add(key)
+        self.asked(key)
         self.check()
-        with self._waiting(self._limit_s):
+        with self._waiting():
             yield self.groups
         self.check()
 
@@ -246,7 +247,7 @@ class Ranks:
         Raises:
             PolicyLost: another rank does not take part, or this one fails and leaves it waiting.
         """
-        with self._waiting(self._limit_s):
+        with self._waiting():
             try:
                 yield
             except RuntimeError:
@@ -262,11 +263,16 @@ class Ranks:
         Raises:
             PolicyLost: another rank is gone, or this takes too long.
         """
-        with self._waiting(self._limit_s):
+        with self._waiting():
             while not ready():
                 self.check()
                 pause()
         self.check()
+
+    def asked(self, key: Hashable) -> None:
+        """Of work that others do, or this process beside them: what is done for the first time may take long."""
+        if key not in self._known:
+            self._new.add(key)
 
     def settled(self) -> None:
         """All that was asked for has been done: asked again, it may not take long."""
@@ -282,15 +288,34 @@ class Ranks:
         if (lost := self.lost) is not None:
             raise lost
 
-    @property
-    def _limit_s(self) -> float:
-        return START_S if self._new else self.deadline_s
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around what may wait for the others wherever it asks the device: each sign of progress gives it as much time
+        again."""
+        with self._limited(None):
+            yield
 
     @contextmanager
-    def _waiting(self, limit_s: float) -> Iterator[None]:
-        self._keeper.expect(limit_s)
+    def _limited(self, limit_s: float | None) -> Iterator[None]:
+        self._limits.append(limit_s)
+        self._expect()
         try:
             yield
+        finally:
+            self._limits.pop()
+            self._expect()
+
+    def _expect(self) -> None:
+        if not self._limits:
+            self._keeper.expect(None)
+            return
+        self._keeper.expect(self._limits[-1] or (START_S if self._new else self.deadline_s))
+
+    @contextmanager
+    def _waiting(self, limit_s: float | None = None) -> Iterator[None]:
+        try:
+            with self._limited(limit_s):
+                yield
         except RuntimeError as error:
             # A connection breaks a moment before it is known that the process behind it has ended.
             self._keeper.join(1.0)
@@ -299,8 +324,6 @@ class Ranks:
             lost = self.lost
             assert lost is not None
             raise lost from error
-        finally:
-            self._keeper.expect(None)
 
 
 def devices_of(count: int, first: torch.device) -> list[str]:

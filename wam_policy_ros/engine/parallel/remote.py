@@ -58,8 +58,15 @@ class RemoteFar:
         self._key: tuple[Any, ...] = ()
         ranks.hold(self)
         ranks.send("path", self._path, config)
-        ranks.answers(START_S)
         self._dropped = weakref.finalize(self, ranks.forgotten.append, self._path)
+
+    def ready(self) -> None:
+        """Until followers have their path.
+
+        Raises:
+            ConfigError: one of them cannot run it.
+        """
+        self.ranks.answers(START_S)
 
     @property
     def lost(self) -> WamError | None:
@@ -128,14 +135,15 @@ class RemoteFar:
         with_video: bool,
         guided: bool,
     ) -> None:
+        self._key, self._flow_shape = ("evaluate", start_frame, with_video, guided), video.shape
         if self.ranks.grid.sequence == 1 and not guided:
+            self.ranks.asked(self._key)
             return  # the other branch has no part in it
         parts = (video, action, proprio)
         samples = self._buffer("samples", sum(part.numel() for part in parts))
         torch.cat([part.reshape(-1) for part in parts], out=samples)
         shapes = tuple(tuple(part.shape) for part in parts)
         self._send("evaluate", draft.number, start_frame, step, shapes, with_video, guided)
-        self._key, self._flow_shape = ("evaluate", start_frame, with_video, guided), video.shape
         with self.ranks.exchanging(self._key) as groups:
             groups.from_leader(samples)
 
@@ -148,6 +156,9 @@ class RemoteFar:
         with self.ranks.exchanging(self._key) as groups:
             groups.from_branch(1, flow)
         return flow.view(self._flow_shape).clone()  # the next one comes into the same memory
+
+    def watched(self) -> AbstractContextManager[object]:
+        return self.ranks.watched()
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
