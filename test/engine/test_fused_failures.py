@@ -15,8 +15,8 @@ from wam_policy_ros.engine import policy as policy_module
 from wam_policy_ros.engine import window_slots
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.fp8 import E4M3FN, E4M3FNUZ
-from wam_policy_ros.engine.fused_path import PREPARED_WINDOWS
 from wam_policy_ros.engine.kernels.ops import quantize_rows
+from wam_policy_ros.engine.preparing import PREPARED_WINDOWS
 from wam_policy_ros.engine.quantize import KEPT_NATIVE, Fp8Linear
 from wam_policy_ros.model.errors import ShapeError
 from wam_policy_ros.model.fp8_layout import is_fp8_weight
@@ -128,13 +128,13 @@ def test_every_form_of_an_evaluation_is_prepared(monkeypatch, options):
     """The graphs are recorded per form: one that is missing would be recorded while a robot waits."""
     policy = make_policy(replace(FUSED, **options))
     path, seen = policy.path, []
-    evaluate = path._evaluate
+    evaluate = path.evaluate
 
     def watch(draft, step, video, action, with_video, branches):
         seen.append((draft.slot.index, draft.current_start_frame, draft.cached, with_video, branches))
         return evaluate(draft, step, video, action, with_video, branches)
 
-    monkeypatch.setattr(path, "_evaluate", watch)
+    monkeypatch.setattr(path, "evaluate", watch)
     path.prepare()
     prepared = set(seen)
     assert path.pool.made == path.pool.idle == PREPARED_WINDOWS and len(seen) == len(prepared)

@@ -14,8 +14,8 @@ from test.golden_files import GOLDEN_DIR, golden
 from wam_policy_ros.contract.errors import Cancelled, ConfigError, InvalidState
 from wam_policy_ros.contract.interface import CommittedRows, ResetReason
 from wam_policy_ros.engine.config import EngineConfig
-from wam_policy_ros.engine.fused_path import PREPARED_WINDOWS
 from wam_policy_ros.engine.policy import with_schedule
+from wam_policy_ros.engine.preparing import PREPARED_WINDOWS
 from wam_policy_ros.tools.golden_suite import closed_loop as suite
 from wam_policy_ros.tools.golden_suite.folder import GoldenFolder
 

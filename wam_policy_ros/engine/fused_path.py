@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import Cancelled, Overloaded
+from wam_policy_ros.contract.errors import Cancelled
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import ShapeError
 
+from . import preparing
 from .config import NUM_STEPS, EngineConfig
 from .encode import FirstFrame, Prompt, PromptEncoder
 from .fast_dit import FastDiT
@@ -29,10 +30,8 @@ from .sampler import Noise, Probe, conditioning_slice, draw_noise
 from .session import WindowState
 from .solver_loop import SolverLoop, refuse_more_than_schedule
 from .step_path import Denoised
+from .streamed_text import StreamedTextEncoder
 from .window_slots import SlotLayout, SlotPool
-
-PREPARED_WINDOWS = 2
-"""A session that starts afresh has a second window until the call has succeeded, and a client has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -149,70 +148,29 @@ class FusedPath:
 
     @torch.inference_mode()
     def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
-        """Compile the kernels and record the graphs of the first windows, so that no call has to: one of each piece of
-        work at each length of the window, on made-up numbers.
+        """See :mod:`.preparing`.
 
         Raises:
             Overloaded: no memory for a window.
         """
-        cfg = self.network.config
-        factor, dit = cfg.vae.spatial_factor, cfg.dit
-        height, width = (factor * side for side in self.pool.layout.latent[2:])
+        preparing.prepare(self, progress)
 
-        def grey(frames: int) -> Tensor:
-            return torch.zeros(1, 3, frames, height, width, dtype=self.network.dtype, device=self.network.device)
+    @property
+    def caches(self) -> tuple[GraphCache[Any], ...]:
+        """Whatever is recorded."""
+        return (self.graphs, self.encoders, self.first_frames)
 
-        if self._vae is None:
-            first, clip = self._made_up()
-        else:
-            first, clip = self.encode_first(grey(1)), self.encode_clip(grey(4 * dit.num_frame_per_block + 1))
-        keys = self.dit.text_keys(first.ys.new_zeros(1, dit.text_len, dit.text_dim), 1)
-        prompt = Prompt(torch.zeros(1, dit.text_len, dtype=torch.int64), first.ys, keys)
-        negative = prompt if self.pool.layout.branches == 2 else None
-        noise = self.draw_noise(self.config.seed, first.latent)
-        windows: list[WindowState] = []
-        try:
-            for number in range(PREPARED_WINDOWS):
-                if windows and not self.agree(self._has_room()):
-                    break
-                state, full = self._tried(first, prompt, negative)
-                if not self.agree(state is not None):
-                    windows += [] if state is None else [state]
-                    if number == 0:
-                        raise full or Overloaded("another GPU has no memory for a window")
-                    break  # one session works; who wants more is told then
-                assert state is not None
-                windows.append(state)
-                latents, start = first.latent, 0
-                calls = range(1, dit.local_attn_size, dit.num_frame_per_block)
-                for call, frame in enumerate(calls):
-                    progress("recording the step", (number + call / len(calls)) / PREPARED_WINDOWS)
-                    state = self.prefill(state, latents, start, None)
-                    state = replace(state, current_start_frame=frame)
-                    for with_video, guided in sorted(self.loop.forms()):
-                        self._evaluate(state, 0, noise.video, noise.action, with_video, 2 if guided else 1)
-                    start, latents = frame, clip
-        finally:
-            for state in reversed(windows):
-                self.let_go(state, WindowState())
+    def settle(self, *, if_short: bool = False) -> None:
+        """Wait for what goes on in the background: the text encoder on its way to the host.
 
-    def _tried(
-        self, first: FirstFrame, prompt: Prompt, negative: Prompt | None
-    ) -> tuple[WindowState | None, Overloaded | None]:
-        """A fresh window, or why there is none."""
-        try:
-            return self.restarted(WindowState(), first, prompt, negative, ResetReason.FIRST_CALL), None
-        except Overloaded as error:
-            return None, error
+        Args:
+            if_short: only if the device has no memory for two windows while it is there.
+        """
+        if not isinstance(self._text, StreamedTextEncoder) or (if_short and self.has_room()):
+            return
+        self._text.settle()
 
-    def _made_up(self) -> tuple[FirstFrame, Tensor]:
-        """What the encoders would give, for a path without them."""
-        cfg, like = self.network.config, self._in.block
-        features = like.new_zeros(1, cfg.image.num_tokens, cfg.image.vision_dim)
-        ys = like.new_zeros(1, *self.pool.layout.latent)
-        return FirstFrame(features, ys, torch.zeros_like(self._in.first)), torch.zeros_like(like)
-
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
         """Whether another window would leave as much again for what a step needs beside it."""
         device = self.network.device
         if device.type != "cuda":
@@ -220,6 +178,11 @@ class FusedPath:
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free > 2 * self.pool.layout.nbytes
+
+    @property
+    def has_encoders(self) -> bool:
+        """Whether pictures are encoded here."""
+        return self._vae is not None
 
     @property
     def vae(self) -> FastVAE:
@@ -299,7 +262,8 @@ class FusedPath:
             self.dit.prefill(slot, x, y, cached, start_frame, branches)
             return None, None
 
-        self.graphs.run(("prefill", slot.index, start_frame, frames, cached), work)
+        kind = ("prefill", start_frame, frames, cached)
+        self.graphs.run((*kind, slot.index), work, kind)
         return replace(draft, cached=cached + frames * self.network.config.dit.frame_seqlen)
 
     def draw_noise(self, seed: int, latents: Tensor) -> Noise:
@@ -321,7 +285,7 @@ class FusedPath:
         def run(
             step: int, video: Tensor, action: Tensor, *, with_video: bool, guided: bool
         ) -> tuple[Sequence[Tensor] | None, Tensor]:
-            flows, flow_action = self._evaluate(draft, step, video, action, with_video, 2 if guided else 1)
+            flows, flow_action = self.evaluate(draft, step, video, action, with_video, 2 if guided else 1)
             return (None if flows is None else flows.split(1)), flow_action
 
         self._in.state.copy_(proprio)
@@ -346,18 +310,19 @@ class FusedPath:
 
     def close(self) -> None:
         # A process group whose exchanges were recorded is not given up before the graphs are.
-        for cache in (self.graphs, self.encoders, self.first_frames):
+        for cache in self.caches:
             cache.clear()
 
     def evaluate_branch(
         self, state: WindowState, step: int, video: Tensor, action: Tensor, proprio: Tensor, *, with_video: bool
     ) -> tuple[Tensor | None, Tensor]:
         self._in.state.copy_(proprio)
-        return self._evaluate(state, step, video, action, with_video, 1)
+        return self.evaluate(state, step, video, action, with_video, 1)
 
-    def _evaluate(
+    def evaluate(
         self, draft: WindowState, step: int, video: Tensor, action: Tensor, with_video: bool, branches: int
     ) -> tuple[Tensor | None, Tensor]:
+        """Both flows at the noise level of a solver step; see ``FastDiT.evaluate``."""
         slot, start, cached, times = draft.slot, draft.current_start_frame, draft.cached, self.dit.times
         assert slot is not None
         inputs = self._in
@@ -383,7 +348,8 @@ class FusedPath:
                 want_video=with_video,
             )
 
-        flows, flow_action = self.graphs.run(("evaluate", slot.index, start, cached, with_video, branches), work)
+        kind = ("evaluate", start, cached, with_video, branches)
+        flows, flow_action = self.graphs.run((*kind, slot.index), work, kind)
         assert flow_action is not None
         # The next replay overwrites both; a flow may be used again in steps without an evaluation.
         return (flows.clone() if flows is not None else None), flow_action.clone()

@@ -14,12 +14,13 @@ from wam_policy_ros.model.exchange import ALONE, Exchange
 
 from .config import EngineConfig
 from .conv_check import checked_plan
-from .conv_plan import ConvPlan, fixed_plan
+from .conv_plan import fixed_plan
 from .fast_attention import Attention, CudnnFp8Attention, Fp8Scales, PlainFp8Attention, TorchAttention
 from .fast_dit import FastDiT, TimeTable
 from .fast_vae import FastVAE, conv_keys
 from .fp8 import fp8_for
 from .fused_path import FusedPath
+from .kernels.launch import collecting, compile_together
 from .parallel.far import BranchPath, LocalFar
 from .parallel.grid import Grid
 from .parallel.groups import Groups
@@ -35,6 +36,8 @@ from .step_path import StepPath
 from .streamed_text import StreamedTextEncoder
 from .unipc import timesteps_of
 
+Progress = Callable[[str, float], None]
+
 
 def make_path(
     network: DreamZero,
@@ -45,7 +48,7 @@ def make_path(
     exchange: Exchange = ALONE,
     ranks: Ranks | None = None,
     warn: Callable[[str], None] = lambda line: None,
-    progress: Callable[[str, float], None] = lambda text, fraction: None,
+    progress: Progress = lambda text, fraction: None,
 ) -> StepPath:
     """
     Args:
@@ -54,7 +57,7 @@ def make_path(
         exchange: shares every evaluation with other ranks that make the same calls, for a path on one GPU of
             ``config``; see ``sequence_parallel``.
         ranks: the other processes of ``config.gpus``, if ``like`` has none.
-        warn: told what works, but not as it should. progress: what the other processes do.
+        warn: told what works, but not as it should. progress: what is going on.
 
     Raises:
         ConfigError: the device cannot do what the configuration asks for.
@@ -76,7 +79,8 @@ def make_path(
         far = RemoteFar(ranks, config, network.device, network.dtype)
         try:
             try:
-                local = branch_path(network, config, picture_hw, near, groups=groups, warn=warn)  # while they do
+                # While they do.
+                local = branch_path(network, config, picture_hw, near, groups=groups, warn=warn, progress=progress)
             finally:
                 far.ready()
         except BaseException:
@@ -84,10 +88,10 @@ def make_path(
             raise
         return SplitPath(network, config, local, far)
     if config.branches == "apart":
-        local = branch_path(network, config, picture_hw, near, warn=warn)
-        other = branch_path(network, config, picture_hw, local, warn=warn)
+        local = branch_path(network, config, picture_hw, near, warn=warn, progress=progress)
+        other = branch_path(network, config, picture_hw, local, warn=warn, progress=progress)
         return SplitPath(network, config, local, LocalFar(other))
-    return _whole_path(network, config, picture_hw, near, exchange, encoders=True, warn=warn)
+    return _whole_path(network, config, picture_hw, near, exchange, encoders=True, warn=warn, progress=progress)
 
 
 def branch_path(
@@ -99,6 +103,7 @@ def branch_path(
     encoders: bool = True,
     groups: Groups | None = None,
     warn: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda text, fraction: None,
 ) -> BranchPath:
     """What one rank runs of a call: one guidance branch, or its part of one.
 
@@ -112,7 +117,9 @@ def branch_path(
     """
     row = None if groups is None or groups.grid.sequence == 1 else groups
     exchange = sequence_exchange(row.sequence if row else None, network.config.dit.num_heads, network.device)
-    path = _whole_path(network, config.one_branch(), picture_hw, like, exchange, encoders=encoders, warn=warn)
+    path = _whole_path(
+        network, config.one_branch(), picture_hw, like, exchange, encoders=encoders, warn=warn, progress=progress
+    )
     if row is not None and isinstance(path, FusedPath):
         path.agree = row.agree
     return path
@@ -127,6 +134,7 @@ def _whole_path(
     *,
     encoders: bool,
     warn: Callable[[str], None],
+    progress: Progress,
 ) -> PlainPath | FusedPath:
     """All branches of ``config`` in this process."""
     if isinstance(like, FusedPath) and like.dit.exchange.ranks != exchange.ranks:
@@ -138,6 +146,7 @@ def _whole_path(
         return PlainPath(network, config, exchange=exchange)
     if isinstance(like, FusedPath) and like.serves(config):
         return like.reconfigured(config)
+    progress("taking the weights over", 0.0)
     fp8 = fp8_for(device) if "fp8" in (config.linears, config.attention) else None
     video, action = (timesteps_of(s).tolist() for s in noise_levels(network, config))
     with torch.inference_mode():
@@ -154,13 +163,15 @@ def _whole_path(
     if isinstance(up, Fp8Linear) and device.type == "cuda":
         for line in slow_products(up, 2 * network.config.dit.num_frame_per_block * network.config.dit.frame_seqlen):
             warn(line)
+    # Its weights go while the rest is prepared.
+    text = StreamedTextEncoder(network.text_encoder, device) if encoders and config.text == "streamed" else None
     factor = network.config.vae.spatial_factor
     return FusedPath(
         network,
         config,
         dit,
-        FastVAE(network.vae, plan=_plan(network, picture_hw, warn)) if encoders else None,
-        text=StreamedTextEncoder(network.text_encoder, device) if encoders and config.text == "streamed" else None,
+        _fast_vae(network, picture_hw, warn, progress) if encoders else None,
+        text=text,
         latent_hw=(picture_hw[0] // factor, picture_hw[1] // factor),
         kv_dtype=attention.kv_dtype or network.dtype,
     )
@@ -182,16 +193,29 @@ def _check_weights(network: DreamZero, config: EngineConfig, like: StepPath | No
         )
 
 
-def _plan(network: DreamZero, picture_hw: tuple[int, int], warn: Callable[[str], None]) -> ConvPlan:
-    """Forms of the VAE's convolutions. On a GPU their results are compared with float32 first."""
+def _fast_vae(
+    network: DreamZero, picture_hw: tuple[int, int], warn: Callable[[str], None], progress: Progress
+) -> FastVAE:
+    """On a GPU with its kernels compiled, and convolutions whose results were compared with float32."""
     plan = fixed_plan()
-    if network.device.type != "cuda":
-        return plan
+    vae = FastVAE(network.vae, plan=plan)
+    device, dtype = network.device, network.dtype
+    if device.type != "cuda":
+        return vae
+    progress("compiling the encoder", 0.0)
+    with collecting() as launches:
+        clip = torch.zeros(
+            1, 3, 4 * network.config.dit.num_frame_per_block + 1, *picture_hw, dtype=dtype, device=device
+        )
+        vae.encode(clip)
+        vae.encode_conditioning(clip[:, :, :1], network.config.num_frames)
+    compile_together(launches, device)
+    progress("comparing convolutions with float32", 0.0)
     keys = conv_keys(network.vae)
-    plan, lines = checked_plan(plan, keys, *picture_hw, frames=2, device=network.device, dtype=network.dtype)
+    checked, lines = checked_plan(plan, keys, *picture_hw, frames=2, device=device, dtype=dtype)
     for line in lines:
         warn(line)
-    return plan
+    return vae if checked == plan else FastVAE(network.vae, plan=checked)
 
 
 def _attention(config: EngineConfig, network: DreamZero) -> tuple[Attention, Fp8Scales | None]:

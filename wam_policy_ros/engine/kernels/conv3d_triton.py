@@ -10,11 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launch
+
 # Values in flight per program: enough rows that loads are wide, few enough that nothing spills.
 _ELEMENTS = 4096
 
 
-@triton.jit
+# Numbers of frames and pixels decide no access's width, so no kernel of its own.
+@triton.jit(do_not_specialize=["x_frames", "count", "frames", "pixels"])
 def norm_silu_window_kernel(
     x_ptr,
     residual_ptr,
@@ -82,7 +85,7 @@ def norm_silu_window_kernel(
         tl.store(out_ptr + at, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_frames", "height", "width"])
 def padded_sum_kernel(
     x_ptr,
     residual_ptr,
@@ -133,29 +136,15 @@ def norm_silu_window(
     total = x if residual is None else torch.empty_like(residual)
     block = triton.next_power_of_2(channels)
     rows = max(1, _ELEMENTS // block)
-    norm_silu_window_kernel[(frames + 2, triton.cdiv(pixels, rows))](
-        x,
-        x if residual is None else residual,
-        total,
-        gamma,
-        x if past is None else past,
-        out,
-        n,
-        count,
-        frames,
-        pixels,
-        0 if past is None else past.stride(1),
-        0 if past is None else past.stride(3),
-        channels**0.5,
-        C=channels,
-        BLOCK_C=block,
-        ROWS=rows,
-        HAS_RESIDUAL=residual is not None,
-        HAS_PAST=past is not None,
-        STACKED=stacked,
-        STEPWISE=stepwise,
-        num_warps=4,
-    )
+    arguments = {
+        "x_ptr": x, "residual_ptr": x if residual is None else residual, "sum_ptr": total, "gamma_ptr": gamma,
+        "past_ptr": x if past is None else past, "out_ptr": out, "x_frames": n, "count": count, "frames": frames,
+        "pixels": pixels, "past_frame_stride": 0 if past is None else past.stride(1),
+        "past_row_stride": 0 if past is None else past.stride(3), "scale": channels**0.5, "C": channels,
+        "BLOCK_C": block, "ROWS": rows, "HAS_RESIDUAL": residual is not None, "HAS_PAST": past is not None,
+        "STACKED": stacked, "STEPWISE": stepwise,
+    }  # fmt: skip
+    Launch(norm_silu_window_kernel, (frames + 2, triton.cdiv(pixels, rows)), arguments, num_warps=4).run()
     return total, out
 
 
@@ -164,16 +153,9 @@ def padded_sum(x: Tensor, residual: Tensor) -> Tensor:
     out = torch.empty((1, frames, height + 1, width + 1, channels), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(channels)
     rows = max(1, _ELEMENTS // block)
-    padded_sum_kernel[(frames, triton.cdiv((height + 1) * (width + 1), rows))](
-        x.contiguous(),
-        residual.contiguous(),
-        out,
-        x.shape[1],
-        height,
-        width,
-        C=channels,
-        BLOCK_C=block,
-        ROWS=rows,
-        num_warps=4,
-    )
+    arguments = {
+        "x_ptr": x.contiguous(), "residual_ptr": residual.contiguous(), "out_ptr": out, "x_frames": x.shape[1],
+        "height": height, "width": width, "C": channels, "BLOCK_C": block, "ROWS": rows,
+    }  # fmt: skip
+    Launch(padded_sum_kernel, (frames, triton.cdiv((height + 1) * (width + 1), rows)), arguments, num_warps=4).run()
     return out

@@ -16,6 +16,7 @@ from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config, with_schedule
 
 from .configurations import CONFIGURATIONS
+from .stages import Stages
 
 
 def add_network_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,11 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
 
 
-def build(args: argparse.Namespace, config: EngineConfig) -> DreamZeroPolicy:
+def build(args: argparse.Namespace, config: EngineConfig, stages: Stages | None = None) -> DreamZeroPolicy:
+    """
+    Args:
+        stages: told what took how long.
+    """
     return build_policy(
         embodiment=args.embodiment,
         checkpoint=args.checkpoint,
@@ -37,20 +42,27 @@ def build(args: argparse.Namespace, config: EngineConfig) -> DreamZeroPolicy:
         tokenizer=args.tokenizer,
         device=args.device,
         config=config,
-        progress=Progress(),
+        progress=Progress(stages),
     )
 
 
 class Progress:
-    """A line that is written again when the text or the percentage changes."""
+    """A line that is written again when the text or the percentage changes.
 
-    def __init__(self) -> None:
-        self._shown = ("", -1)
+    Args:
+        stages: told what each text took, from its first appearance to the next one's.
+    """
+
+    def __init__(self, stages: Stages | None = None) -> None:
+        self._shown, self._stages = ("", -1), stages
 
     def __call__(self, text: str, fraction: float) -> None:
         if text.startswith(WARNING):
             print(f"\n  {text}", file=sys.stderr)
-        elif self._shown != (text, percent := int(100 * fraction)):
+            return
+        if text != self._shown[0] and self._stages is not None:
+            self._stages.next(text)
+        if self._shown != (text, percent := int(100 * fraction)):
             self._shown = (text, percent)
             print(f"\r  {text} {percent}%   ", end="", file=sys.stderr, flush=True)
 

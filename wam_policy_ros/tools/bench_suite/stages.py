@@ -27,25 +27,38 @@ class Stages:
     def __init__(self, device: torch.device | None = None, *, say: bool = True) -> None:
         self.device, self._say = device, say
         self.rows: list[dict[str, Any]] = []
+        self._running: tuple[str, float] | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        gpu = self._gpu()
-        if gpu is not None:
-            torch.cuda.reset_peak_memory_stats(gpu)
-        begin = time.perf_counter()
+        """The block is a piece."""
+        self.next(name)
         try:
             yield
         finally:
-            gpu = gpu or self._gpu()  # the piece may be what found the device
-            if gpu is not None:
-                torch.cuda.synchronize(gpu)
-            peak = None if gpu is None else round(torch.cuda.max_memory_allocated(gpu) / 2**30, 2)
-            self.add(name, time.perf_counter() - begin, peak)
+            self.end()
 
-    def add(self, name: str, seconds: float, gpu_peak_GiB: float | None = None) -> None:
+    def next(self, name: str) -> None:
+        """End the piece that is going on, if there is one, and begin another."""
+        self.end()
+        if (gpu := self._gpu()) is not None:
+            torch.cuda.reset_peak_memory_stats(gpu)
+        self._running = (name, time.perf_counter())
+
+    def end(self) -> None:
+        """End the piece that is going on."""
+        if self._running is None:
+            return
+        (name, begin), self._running = self._running, None
+        gpu = self._gpu()
+        if gpu is not None:
+            torch.cuda.synchronize(gpu)
+        peak = None if gpu is None else round(torch.cuda.max_memory_allocated(gpu) / 2**30, 2)
+        self.add(name, time.perf_counter() - begin, peak)
+
+    def add(self, name: str, seconds: float, gpu_peak_gib: float | None = None) -> None:
         """A piece that was timed elsewhere."""
-        row = {"stage": name, "seconds": seconds, "gpu_peak_GiB": gpu_peak_GiB, "host_peak_GiB": host_peak_gib()}
+        row = {"stage": name, "seconds": seconds, "gpu_peak_GiB": gpu_peak_gib, "host_peak_GiB": host_peak_gib()}
         self.rows.append(row)
         if self._say:
             print(line(row), file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from wam_policy_ros.contract.errors import ConfigError, WamError
+from wam_policy_ros.engine.build import resolve_device
 from wam_policy_ros.engine.config import NUM_STEPS, EngineConfig
 from wam_policy_ros.engine.policy import DreamZeroPolicy
 from wam_policy_ros.engine.step_schedule import fixed_steps
@@ -35,6 +36,7 @@ from .network import (
     reconfigured,
 )
 from .records import append_history, load_anchors, write_json
+from .stages import Stages, line
 from .table import summary
 from .windows import LONG_CALL_S, measure, observation_at
 
@@ -89,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"cold": {}, "rows": []}
     anchors = load_anchors(args.anchors).get("upstream_ms", {})
     for name in configuration_names(args.cold) if args.cold else []:
-        report["cold"][name] = cold.run_cold([*_words(args, name, evaluations[-1:]), "--gpus", args.gpus])
-        print(
-            f"  cold start of {name}: {report['cold'][name]['process_start_to_first_chunk_s']:.1f} s", file=sys.stderr
-        )
+        found = report["cold"][name] = cold.run_cold([*_words(args, name, evaluations[-1:]), "--gpus", args.gpus])
+        for row in found["stages"]:
+            print(line(row), file=sys.stderr)
+        print(f"  cold start of {name}: {found['process_start_to_first_chunk_s']:.1f} s", file=sys.stderr)
     begin = time.perf_counter()
     policy = build(args, engine_config(names[0], evaluations[0], gpu=on_a_gpu(args.device), changes=changes))
     device = policy.network.device
@@ -263,15 +265,25 @@ def _one_step(policy: DreamZeroPolicy, position: int = 4, *, want_video: bool = 
 
 
 def _cold_child(args: argparse.Namespace, name: str, count: int, changes: dict[str, Any]) -> int:
-    import_s = cold.process_age_s()
-    policy = build(args, engine_config(name, count, gpu=on_a_gpu(args.device), changes=changes))
+    gpu = on_a_gpu(args.device)
+    stages = Stages(say=False)
+    stages.add("process and imports", import_s := cold.process_age_s())
+    if gpu:
+        with stages.stage("GPU found"):
+            stages.device = resolve_device(args.device)
+            torch.zeros(1, device=stages.device)
+    policy = build(args, engine_config(name, count, gpu=gpu, changes=changes), stages)
+    stages.end()
     built_s = cold.process_age_s()
-    session = policy.open()
-    policy.infer(session, observation_at(policy, 0))
+    with stages.stage("first call"):
+        session = policy.open()
+        policy.infer(session, observation_at(policy, 0))
     first_s = cold.process_age_s()
-    policy.infer(session, observation_at(policy, 1))
+    with stages.stage("second call"):
+        policy.infer(session, observation_at(policy, 1))
     out = {"configuration": name, "evaluations": count, "imported_s": import_s, "policy_ready_s": built_s,
-           "process_start_to_first_chunk_s": first_s, "second_chunk_s": cold.process_age_s()}  # fmt: skip
+           "process_start_to_first_chunk_s": first_s, "second_chunk_s": cold.process_age_s(),
+           "stages": stages.rows, "pytorch_compiler_imported": "torch._dynamo" in sys.modules}  # fmt: skip
     print(cold.MARK + json.dumps(out))
     return 0
 
