@@ -172,10 +172,16 @@ def test_age_of_this_process_grows_and_began_before_the_test():
 
 
 def test_a_cold_start_has_a_process_of_its_own():
-    words = ["--network", "tiny", "--device", "cpu", "--config", "plain", "--evaluations", "5"]
+    words = ["--network", "tiny", "--device", "cpu", "--config", "fp8", "--evaluations", "5"]
     out = cold.run_cold(words, timeout_s=90)
     assert 0 < out["imported_s"] < out["policy_ready_s"] < out["process_start_to_first_chunk_s"] < out["second_chunk_s"]
     assert out["second_chunk_s"] < out["process_wall_s"] + 0.1
+    names = [row["stage"] for row in out["stages"]]
+    assert names[0] == "process and imports" and names[-2:] == ["first call", "second call"]
+    assert any("random weights" in n for n in names) and "taking the weights over" in names
+    assert sum(row["seconds"] for row in out["stages"]) == pytest.approx(out["second_chunk_s"], rel=0.1)
+    # PyTorch's compiler takes seconds to import, and nothing here compiles with it.
+    assert out["pytorch_compiler_imported"] is False
 
 
 def test_a_cold_start_that_fails_says_why():
