@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mujoco
-import numpy as np
 
 from . import panda
 from .errors import SceneError
@@ -104,8 +103,3 @@ def _attach(spec: mujoco.MjSpec, arm: ArmModel, path: Path) -> None:
     if lengths != {7}:
         raise SceneError("an arm has seven joints", got=sorted(lengths), expected=7, remedy=remedy)
     spec.attach(own, prefix=arm.prefix, frame=spec.worldbody.add_frame())
-
-
-def tcp_down_yaw(rotation: np.ndarray) -> float:
-    """Heading (rad) of a hand that points down: the angle of its x axis in the world. Args: rotation ``[3, 3]``."""
-    return float(np.arctan2(rotation[1, 0], rotation[0, 0]))
