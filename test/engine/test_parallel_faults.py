@@ -90,6 +90,17 @@ def test_a_rank_that_dies_or_hangs_in_mid_step_is_a_typed_fault_in_time(config, 
         assert all(same(a, b) for a, b in zip(run(again, (1, 4)), run(one, (1, 4)), strict=True))
 
 
+def test_a_rank_that_runs_but_does_not_answer_is_lost_in_time():
+    """Its threads live, so that it is heard of; nobody asked it, so it says nothing."""
+    policy = make_several(TWO)
+    run(policy, (1,))
+    start_s = time.monotonic()
+    with pytest.raises(PolicyLost, match="in time"):
+        ranks_of(policy).answers()
+    assert DEADLINE_S < time.monotonic() - start_s < 2 * DEADLINE_S
+    policy.disconnect()
+
+
 def test_the_owner_of_a_lost_policy_is_not_ready_and_lets_go_of_it():
     """Also when nobody calls it at that moment. Then it can be loaded again."""
     made, lines = [], []

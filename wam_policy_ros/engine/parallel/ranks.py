@@ -27,7 +27,9 @@ from .keeper import Keeper
 Progress = Callable[[str, float], None]
 
 START_S = 3600.0
-"""Limit for what happens once: reading weights, compiling and recording what was not seen before."""
+"""Limit for what happens before a policy is ready: reading weights, recording the step."""
+FIRST_S = 300.0
+"""Limit for a piece of work that was not done before: kernels may be compiled for it."""
 LEAVE_S = 20.0
 REMEDY = "load the policy again"
 
@@ -309,7 +311,7 @@ class Ranks:
         if not self._limits:
             self._keeper.expect(None)
             return
-        self._keeper.expect(self._limits[-1] or (START_S if self._new else self.deadline_s))
+        self._keeper.expect(self._limits[-1] or (max(FIRST_S, self.deadline_s) if self._new else self.deadline_s))
 
     @contextmanager
     def _waiting(self, limit_s: float | None = None) -> Iterator[None]:
