@@ -33,6 +33,8 @@ VISION = ["opencv-python-headless>=4.8"]
 REPORT = ["av>=12", "matplotlib>=3.8"]
 # Reads rosbag2 folders without ROS.
 REPLAY = ["rosbags>=0.10"]
+# Records of a policy; 1.2.1 is the oldest that was tested.
+RECORD = ["mcap>=1.2.1", "safetensors>=0.4.3"]
 # A torch wheel for GPUs brings the version it was built with; without a GPU the kernels are interpreted and compiled by
 # the tests. The versions at both ends were tested. Not pinned: a pin would fight the wheel's.
 KERNELS = ["triton>=3.6,<3.10; platform_system == 'Linux'"]
@@ -61,10 +63,11 @@ setup(
         "demo": ENGINE + REPORT + VISION,
         "ros-kilted": ROS_KILTED + VISION,
         "replay": REPLAY + VISION,
+        "record": RECORD,
         "sim": SIM,
         "train": TRAIN,
         "test": TEST,
-        "dev": TEST + KERNELS + SERVE + REPLAY + TRAIN + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
+        "dev": TEST + KERNELS + SERVE + REPLAY + RECORD + TRAIN + ["ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
     },
     zip_safe=False,
     data_files=[

@@ -20,18 +20,21 @@ SOURCE = Path(__file__).resolve().parents[1] / PACKAGE
 
 # Room -> rooms it may import. No room imports the outbuildings sim, train and tools; the command line knows them
 # all, and what trains a network needs the network, the engine that will run it and the simulator it learns in.
+# records is a room because what it writes is a policy's, whoever asks it: the node and the server wrap theirs alike,
+# and neither a robot's computer without torch nor one without websockets is to need the other's packages for it.
 ROOMS: dict[str, set[str]] = {
     "contract": set(),
     "model": set(),
     "engine": {"contract", "model"},
     "serving": {"contract"},
+    "records": {"contract"},
     "ros": {"contract"},
     "sim": {"contract"},
     "train": {"contract", "model", "engine", "sim"},
-    "tools": {"contract", "model", "engine", "serving", "sim", "train"},
+    "tools": {"contract", "model", "engine", "serving", "records", "sim", "train"},
 }
 # One file may know more than its room does.
-DOORS: dict[str, set[str]] = {"ros/backend.py": {"engine", "serving"}, "sim/sim_node.py": {"ros"}}
+DOORS: dict[str, set[str]] = {"ros/backend.py": {"engine", "serving", "records"}, "sim/sim_node.py": {"ros"}}
 
 ROS_PACKAGES = (
     *("rclpy", "ament_index_python", "action_msgs", "builtin_interfaces", "control_msgs", "diagnostic_msgs"),
@@ -40,10 +43,11 @@ ROS_PACKAGES = (
 )
 # Package -> rooms or folders where it may be imported. What is not listed may be imported nowhere.
 HOMES: dict[str, set[str]] = {
-    "numpy": {"contract", "engine", "serving", "ros", "sim", "train", "tools"},
+    "numpy": {"contract", "engine", "serving", "records", "ros", "sim", "train", "tools"},
     "yaml": {"contract", "engine", "ros", "train", "tools"},
     "torch": {"model", "engine", "train", "tools"},
-    "safetensors": {"model", "tools"},
+    "safetensors": {"model", "records/events.py", "tools"},
+    "mcap": {"records/files.py"},
     "tokenizers": {"model"},
     "sentencepiece": {"model"},
     "ftfy": {"model"},
@@ -245,6 +249,10 @@ def _plant(package: Path, where: str, code: str) -> list[str]:
         ("ros/x.py", "from wam_policy_ros.engine.build import build_policy", "ros imports engine"),
         ("ros/x.py", "from wam_policy_ros.serving.codec import pack", "ros imports serving"),
         ("ros/x.py", "from wam_policy_ros.model import dit", "ros imports model"),
+        ("ros/x.py", "from wam_policy_ros.records.recorder import Recorder", "ros imports records"),
+        ("serving/x.py", "from wam_policy_ros.records import events", "serving imports records"),
+        ("records/x.py", "from wam_policy_ros.engine.policy import DreamZeroPolicy", "records imports engine"),
+        ("records/policy.py", "import mcap.writer", "'mcap' may be imported only in ['records/files.py']"),
         ("ros/backend.py", "from wam_policy_ros.model import dit", "ros imports model"),
         ("sim/x.py", "from wam_policy_ros.ros.worker import InferenceWorker", "sim imports ros"),
         ("sim/sim_node.py", "from wam_policy_ros.engine import build", "sim imports engine"),
@@ -330,6 +338,7 @@ def test_a_planted_violation_is_caught_and_named(copy, where, code, words):
     [
         ("ros/backend.py", "from wam_policy_ros.engine.build import build_policy"),
         ("ros/backend.py", "from wam_policy_ros.serving import codec"),
+        ("ros/backend.py", "from wam_policy_ros.records.recorder import Recorder"),
         ("sim/sim_node.py", "from wam_policy_ros.ros.worker import InferenceWorker"),
         ("sim/sim_node.py", "import rclpy"),
         ("tools/eval.py", "from wam_policy_ros.sim import rollout"),

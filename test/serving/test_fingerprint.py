@@ -12,6 +12,7 @@ from wam_policy_ros.contract.fingerprint import Fingerprint
 from wam_policy_ros.serving.client import ClientConfig, connect_policy
 from wam_policy_ros.serving.client_link import LinkConfig
 from wam_policy_ros.serving.dialects import DIALECTS
+from wam_policy_ros.serving.metrics import Metrics
 
 from .harness import Client, RememberingPolicy, request, served, small_spec
 
@@ -70,6 +71,12 @@ def test_an_info_metric():
     assert (
         'source="abc"' in line and 'commit=""' in line and 'device="a GPU"' in line and 'deterministic="True"' in line
     )
+
+
+def test_gauges_of_what_runs_beside_the_server():
+    zero = dict.fromkeys(("ready", "connections", "sessions", "waiting"), lambda: 0.0)
+    metrics = Metrics(**zero, more={"wam_record_dropped_events": ("missing in the record", lambda: 3)})
+    assert b"\nwam_record_dropped_events 3.0\n" in metrics.text()
 
 
 @pytest.mark.parametrize("dialect", ["openpi", "dreamzero"])

@@ -253,6 +253,17 @@ class EncodesAhead(Protocol):
 
 
 @runtime_checkable
+class HashesStages(Protocol):
+    """A policy that can tell what every stage of a call gave.
+
+    Attributes:
+        stage_hashes: fill ``ActionChunk.stages`` from now on. A call then takes longer; its result is the same.
+    """
+
+    stage_hashes: bool
+
+
+@runtime_checkable
 class Policy(Protocol):
     """The whole protocol. Not thread-safe: one thread owns a policy and calls it."""
 

@@ -132,6 +132,7 @@ def closed_loop_step(
             draft = replace(draft, current_start_frame=1)
         if noise is None:
             noise = path.draw_noise(config.seed, latents)
+        _report(probe, **{"noise.video": noise.video, "noise.action": noise.action})
         with timer.stage("denoise"):
             out = path.denoise(
                 draft,
@@ -169,10 +170,10 @@ def _first_frame(network: DreamZero, path: StepPath, video: Tensor, probe: Probe
     _report(
         probe,
         **{
+            "clip_feas": first.clip_features,
             "vae_encode0.in_frames": torch.tensor(network.config.num_frames),
             "vae_encode0.out": first.ys[:, 4:],
             "ys": first.ys,
-            "clip_feas": first.clip_features,
         },
     )
     return first

@@ -91,6 +91,7 @@ def libraries() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": cudnn.version() if cudnn.is_available() else None,
+        "nccl": _nccl(),
     }
     for name in LIBRARIES:
         try:
@@ -99,6 +100,16 @@ def libraries() -> dict[str, Any]:
             out[name] = None
     out["torch"] = str(torch.__version__)  # with the build's suffix
     return out
+
+
+def _nccl() -> str | None:
+    """It chooses how several GPUs add."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return None
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError, TypeError):  # a build without it
+        return None
 
 
 def _digest(value: Any) -> str:

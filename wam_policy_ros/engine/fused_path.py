@@ -264,7 +264,12 @@ class FusedPath:
 
         kind = ("prefill", start_frame, frames, cached)
         self.graphs.run((*kind, slot.index), work, kind)
-        return replace(draft, cached=cached + frames * self.network.config.dit.frame_seqlen)
+        end = cached + frames * self.network.config.dit.frame_seqlen
+        if probe is not None:
+            for k, v in zip(slot.k, slot.v, strict=True):
+                probe("prefill0.k", k[:, cached:end])
+                probe("prefill0.v", v[:, cached:end])
+        return replace(draft, cached=end)
 
     def draw_noise(self, seed: int, latents: Tensor) -> Noise:
         if seed not in self._noise:

@@ -40,6 +40,7 @@ from .paths import make_path
 from .preprocess import stitch_views, to_model_video
 from .sampler import Noise, Probe
 from .session import Session, WindowState
+from .stages import StageHashes
 from .step_path import StepPath
 from .timing import StageTimer
 
@@ -68,6 +69,7 @@ class DreamZeroPolicy:
 
     Attributes:
         warnings: of this machine, for people.
+        stage_hashes: fill ``ActionChunk.stages``.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class DreamZeroPolicy:
         self.config = config or EngineConfig.reference()
         picture = picture_hw(network.config, embodiment)
         self.warnings: list[str] = []
+        self.stage_hashes = False
         prepared = like.path if like is not None else None
         self._determinism = Determinism(network.device, enabled=self.config.deterministic)
         with on_device(network.device), no_memory_is_overload("the network"), self._determinism.switched():
@@ -183,6 +186,14 @@ class DreamZeroPolicy:
             images = self._stitch(drawn.images)
             ahead = session.ahead
             proprio = self._encode_state(observation)
+            committed = self._committed(observation)
+        stages = StageHashes(probe) if self.stage_hashes else None
+        if stages is not None:
+            stages("mosaic", images)
+            stages("proprio", proprio)
+            if committed is not None:
+                stages("committed.rows", committed.rows)
+                stages("committed.weights", committed.weights)
         result = closed_loop_step(
             self.network,
             self.config if session.seed is None else replace(self.config, seed=session.seed),
@@ -191,15 +202,17 @@ class DreamZeroPolicy:
             self.path,
             noise=noise,
             want_video=observation.want_video,
-            committed=self._committed(observation),
+            committed=committed,
             observed=(lambda: ahead.latents(drawn.frames)) if ahead is not None and ahead.offered else None,
             cancelled=cancelled,
-            probe=probe,
+            probe=stages or probe,
             timer=timer,
         )
         try:
             history.settle()  # while the device works
             self.path.wait()
+            if stages is not None:
+                stages("normalised", result.action)
             normalised = result.action[0].float().cpu().numpy()  # the host's only wait for the device
             with timer.stage("decode_actions", host=True):
                 rows = decode_actions(normalised, self.spec.action, self.statistics, observation.state)
@@ -209,6 +222,8 @@ class DreamZeroPolicy:
                     got=f"{int((~np.isfinite(rows)).sum())} of {rows.size} values",
                     remedy="check the weights and the observation; nothing of this chunk may be executed",
                 )
+            if stages is not None:
+                stages("rows", torch.from_numpy(rows))
             chunk = ActionChunk(
                 actions=rows,
                 dt_s=self.spec.dt_s,
@@ -220,6 +235,7 @@ class DreamZeroPolicy:
                 video=self._predicted(result),
                 info={"evaluated": result.evaluated, **drawn.info},
                 fingerprint=self.spec.fingerprint.id if self.spec.fingerprint else "",
+                stages={} if stages is None else stages.result(),
             )
         except BaseException:
             self.path.let_go(result.state, session.window)

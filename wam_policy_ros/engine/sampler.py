@@ -109,6 +109,10 @@ def prefill(
     for prompt, window in state.branches():
         out = dit(latents, y, time, table, state.cross(prompt), past=window.past(), exchange=exchange)
         window.append(out.kv)
+        if probe is not None:
+            for layer in out.kv:
+                probe("prefill0.k", layer.k)
+                probe("prefill0.v", layer.v)
 
 
 def denoise(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from wam_policy_ros.contract.policy_thread import PolicyThread
 from .parameters import NodeParameters
 
 if TYPE_CHECKING:
+    from wam_policy_ros.engine.replicas.build import EngineFactory
+    from wam_policy_ros.records.recorder import Recorder
     from wam_policy_ros.serving.server import OpenPIServer
 
 SERVER_GRACE_S = 0.4
@@ -39,7 +42,19 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
     if importlib.util.find_spec("torch") is None:  # replicas would find out in their processes
         raise MissingDependency("torch", "engine", "the engine")
     # Imported here: a node with another backend needs nothing of the engine.
-    from wam_policy_ros.engine.replicas.build import EngineFactory, make_policies
+    from wam_policy_ros.engine.replicas.build import make_policies
+
+    try:
+        return make_policies(_engine_factory(params), params.replicas, progress)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "wam_policy_ros":
+            raise
+        raise MissingDependency(package, "engine", "the engine") from error
+
+
+def _engine_factory(params: NodeParameters) -> EngineFactory:
+    from wam_policy_ros.engine.replicas.build import EngineFactory
 
     options = {
         "schedule": params.engine_schedule,
@@ -51,7 +66,7 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
     asked = {"evaluations": params.engine_evaluations, "guidance_scale": params.engine_guidance_scale}
     options |= {k: v for k, v in asked.items() if v}  # 0: as the checkpoint recommends
     chosen = {"attention": params.engine_attention, "text": params.engine_text}
-    factory = EngineFactory(
+    return EngineFactory(
         embodiment=params.embodiment,
         checkpoint=params.checkpoint or None,
         random_weights=params.random_weights or None,
@@ -59,14 +74,55 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
         device=params.device,
         preset=params.engine_preset,
         options=options | {k: v for k, v in chosen.items() if v != "auto"},
+        hash_all=bool(params.record_folder),
+        stages=params.record_stages,
     )
+
+
+def make_recorder(params: NodeParameters, log: Callable[[str, str], None]) -> Recorder | None:
+    """The recorder of the policy, not begun; None when nothing is to be recorded.
+
+    Args:
+        params: ``record.*``.
+        log: called with a level and a line from any thread.
+
+    Raises:
+        ConfigError: nothing can be written there.
+        MissingDependency: the extra ``record`` is not installed.
+    """
+    if not params.record_folder:
+        return None
     try:
-        return make_policies(factory, params.replicas, progress)
+        from wam_policy_ros.records.recorder import Recorder, RecordLimits
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package == "wam_policy_ros":
             raise
-        raise MissingDependency(package, "engine", "the engine") from error
+        raise MissingDependency(package, "record", "record.folder") from error
+    limits = RecordLimits(file_bytes=round(params.record_max_file_mb * 2**20))
+    say = lambda level, line: log("warn" if level == "warning" else level, line)  # noqa: E731
+    return Recorder(Path(params.record_folder).expanduser(), log=say, limits=limits)
+
+
+def record_policy(policy: Policy, recorder: Recorder | None, params: NodeParameters) -> Policy:
+    """The policy as it is, or as one that is recorded.
+
+    Raises:
+        ConfigError: it has no stages, and ``record.stages`` is set.
+    """
+    if recorder is None:
+        return policy
+    from wam_policy_ros.records.policy import recorded
+
+    how: dict[str, Any] = {"policy": params.backend, "embodiment": params.embodiment}
+    if params.backend == "engine":
+        how |= _engine_factory(params).described()
+    return recorded(policy, recorder, stages=params.record_stages, how=how)
+
+
+def record_summary(recorder: Recorder) -> dict[str, Any]:
+    """What ``~/state`` says about the record; JSON-serialisable."""
+    return asdict(recorder.status)
 
 
 def _remote(params: NodeParameters, progress: Callable[[str, float], None]) -> Policy:
@@ -105,13 +161,16 @@ def secret(value: str) -> str:
     return key
 
 
-def make_server(params: NodeParameters, owner: PolicyThread, log: Callable[[str, str], None]) -> OpenPIServer | None:
+def make_server(
+    params: NodeParameters, owner: PolicyThread, log: Callable[[str, str], None], recorder: Recorder | None = None
+) -> OpenPIServer | None:
     """The OpenPI server beside the robot, not started; None when it is not wanted.
 
     Args:
         params: ``openpi.*``.
         owner: of the policy; the robot's calls go first there, and interrupt a client's.
         log: called with a level and a line from any thread.
+        recorder: of the policy, for the metrics.
 
     Raises:
         ConfigError: options that do not fit together.
@@ -161,7 +220,7 @@ def make_server(params: NodeParameters, owner: PolicyThread, log: Callable[[str,
         if (shown := levels.get(level, level)) is not None:
             log(shown, f"openpi: {line}")
 
-    return OpenPIServer(config, owner, log=say)
+    return OpenPIServer(config, owner, log=say, gauges=recorder.gauges() if recorder else {})
 
 
 def _dialects(params: NodeParameters) -> tuple[str, dict[int, str]]:

@@ -58,6 +58,7 @@ def _policy(state: State) -> Status:
         "session": str(state.get("session", "")),
         "step": str(state.get("step", "")),
         "instruction sha256": str(state.get("prompt_sha256", "")),
+        **_record(state),
         **_counts(state, ("chunks", "late", "refused", "discarded", "superseded", "sessions")),
         **_durations(state, but=AROUND),
     }
@@ -150,6 +151,13 @@ def _server(state: State) -> Status:
 def drops_text(dropped: Mapping[str, int]) -> str:
     """``3 x truncated image, 1 x zero stamp``, or ``0``."""
     return ", ".join(f"{n} x {reason}" for reason, n in dropped.items()) or "0"
+
+
+def _record(state: State) -> dict[str, str]:
+    if not (record := state.get("record")):
+        return {}
+    lost = f", INCOMPLETE: {record['dropped']} dropped, {record['trouble']}" if record["trouble"] else ""
+    return {"record": f"{record['written']} events, {record['nbytes'] / 2**20:.1f} MiB in {record['folder']}{lost}"}
 
 
 def _counts(state: State, names: tuple[str, ...]) -> dict[str, str]:

@@ -139,6 +139,16 @@ class NodeParameters:
         "the same weights, seeds and observations give the same bits in every process; other noise than upstream's",
     )
 
+    record_folder: str = _p(
+        "",
+        "record.folder",
+        "record what the policy gets and gives into this folder, for wam replay --verify; needs the extra record",
+    )
+    record_stages: bool = _p(False, "record.stages", "and a digest of every stage of a call; a step then takes longer")
+    record_max_file_mb: float = _p(
+        1024.0, "record.max_file_mb", "a larger file is followed by another one", unit="MiB", low=0.1, high=1e6
+    )
+
     server_uri: str = _p("", "server.uri", "backend openpi: address of the policy server, ws://HOST:PORT[/PATH]")
     server_dialect: str = _p(
         "dreamzero",

@@ -21,7 +21,7 @@ from wam_policy_ros.contract.progress import ProgressLog
 
 from . import parameters
 from .assembly import Assembly, assemble
-from .backend import make_policy, make_server, server_summary
+from .backend import make_policy, make_recorder, make_server, record_policy, record_summary, server_summary
 from .bridge import find_bridge
 from .control import ControlLoop
 from .frames import DecodeAhead
@@ -64,6 +64,7 @@ class _Parts:
     monitor: Monitor
     progress: ProgressLog
     entities: ExitStack
+    recorder: Any = None
 
 
 class PolicyNode(LifecycleNode):
@@ -215,8 +216,9 @@ class PolicyNode(LifecycleNode):
         entities.callback(ahead.stop)
         outputs: list[RobotOutputs] = []
         video = VideoOutput(self, entities)
+        recorder = make_recorder(params, self._log)
         worker = InferenceWorker(
-            lambda progress: self._policy_factory(params, progress),
+            lambda progress: record_policy(self._policy_factory(params, progress), recorder, params),
             notify=self._wake,
             log=self._log,
             after_step=video.after_step,
@@ -281,12 +283,12 @@ class PolicyNode(LifecycleNode):
             watch.start()
             entities.callback(watch.stop)
         progress = ProgressLog(lambda line: self._log("info", line))
-        server = make_server(params, worker.owner, self._log)
+        server = make_server(params, worker.owner, self._log, recorder)
         if server is not None:
             # It listens from now on, and greets nobody before the policy is ready.
             entities.callback(server.stop, SERVER_STOP_S)
             server.start()
-        return _Parts(params, robot, worker, control, server, outputs[0], monitor, progress, entities)
+        return _Parts(params, robot, worker, control, server, outputs[0], monitor, progress, entities, recorder)
 
     def _release(self, timeout_s: float) -> None:
         parts, self._parts = self._parts, None
@@ -424,6 +426,8 @@ class PolicyNode(LifecycleNode):
                 "details": dict(spec.details),
                 "fingerprint": None if spec.fingerprint is None else spec.fingerprint.as_dict(),
             }
+        if self._parts.recorder is not None:
+            out["record"] = record_summary(self._parts.recorder)
         if self._parts.server is not None:
             out["openpi"] = server_summary(self._parts.server)
         if not out["reason"] and self.lifecycle != "active":

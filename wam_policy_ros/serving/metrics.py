@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +20,7 @@ class Metrics:
 
     Args:
         ready, connections, sessions, waiting, places: functions that give the present value.
+        more: name -> meaning and value, of what runs beside the server.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Metrics:
         sessions: Callable[[], float],
         waiting: Callable[[], float],
         places: Callable[[], Sequence[PlaceStatus]] = lambda: (),
+        more: Mapping[str, tuple[str, Callable[[], float]]] = {},
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
@@ -54,6 +56,7 @@ class Metrics:
             ("wam_openpi_connections", "Open connections", connections),
             ("wam_openpi_sessions", "Sessions, those that wait for their client included", sessions),
             ("wam_openpi_waiting_jobs", "Jobs in the policy's queue", waiting),
+            *((name, *of) for name, of in more.items()),
         ):
             Gauge(name, text, registry=registry).set_function(value)
         registry.register(_Replicas(places))

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from websockets.asyncio.server import Server, ServerConnection, serve
@@ -51,9 +51,17 @@ class OpenPIServer:
             ready, connected clients wait for their metadata.
         log: called from the server's thread with a level (``info``, ``warning``, ``error``) and text, one line
             unless a bug shows its traceback.
+        gauges: for ``/metrics``, see ``Metrics``.
     """
 
-    def __init__(self, config: ServerConfig, owner: PolicyThread, *, log: Log) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        owner: PolicyThread,
+        *,
+        log: Log,
+        gauges: Mapping[str, tuple[str, Callable[[], float]]] = {},
+    ) -> None:
         self.config, self.owner, self.log = config, owner, ServerLog(log)
         self.table = SessionTable(
             max_sessions=config.max_sessions, idle_s=config.session_idle_s, resume_s=config.resume_s
@@ -70,6 +78,7 @@ class OpenPIServer:
             sessions=lambda: len(self.table),
             waiting=lambda: owner.waiting,
             places=lambda: owner.places,
+            more=gauges,
         )
         self.reader: RequestReader | None = None
         self.addresses: list[tuple[str, int]] = []

@@ -13,6 +13,7 @@ _EXTRAS = {"torch": "engine", "safetensors": "engine", "ftfy": "engine", "tokeni
     "av": "demo",
     "cv2": "vision",
     "matplotlib": "demo",
+    "mcap": "record",
     "mujoco": "sim",
     "pyarrow": "train",
     "rclpy": "ros-kilted",

@@ -15,7 +15,9 @@ from .lazy import load
 COMMANDS = {
     "inspect": "what a checkpoint folder holds and what is missing, without loading weights",
     "demo": "play a robot over real DDS, run the node, write a report with pictures",
-    "replay": "feed a recording (rosbag2) through the node's own path, without ROS, and say what it would do",
+    "replay": "feed a recording (rosbag2) through the node's own path, without ROS, and say what it would do; or "
+    "--verify that a recorded policy gives the same bits again",
+    "record": "serve or start the node, and record what its policy gets and gives",
     "up": "start the node without a ROS installation",
     "serve": "answer OpenPI clients, without ROS",
     "golden": "compare the engine with recorded reference runs",

@@ -1,4 +1,7 @@
-"""``wam replay``: what the node would have made of a recording. The work is done by ``wam_policy_ros.ros.replay``."""
+"""``wam replay``: what the node would have made of a recording, or whether a recorded policy gives the same bits again.
+
+The first is done by ``wam_policy_ros.ros.replay``, the second (``--verify``) by ``verify_record``.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,23 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import NoReturn
+
+from wam_policy_ros.contract.errors import ConfigError, MissingDependency
 
 from .up import config_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recording", type=Path, help="rosbag2 folder, mcap or sqlite3")
+    parser.add_argument("recording", type=Path, help="rosbag2 folder, mcap or sqlite3; or a record of a policy")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="of a record that wam serve --record or record.folder made: the same bits?",
+    )
+    parser.add_argument("--device", help="with --verify: another device than the recorded one")
+    parser.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="with --verify: another "
+                        "engine option than the recorded one")  # fmt: skip
     parser.add_argument("--config", default="droid", help="packaged configuration by name (droid) or a YAML file")
     parser.add_argument("--checkpoint", help="checkpoint folder; without one and without --random-weights: hold still")
     parser.add_argument("--random-weights", choices=["tiny", "14b"], help="an untrained network instead: not a policy")
@@ -28,9 +42,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verify or _is_record(args.recording):
+        from . import verify_record
+
+        return verify_record.run(args) if args.verify else verify_record.describe(args)
+    if args.device or args.engine:
+        raise ConfigError("--device and --engine belong to --verify", remedy="-p device:=... is for the node")
     command = [sys.executable, "-m", "wam_policy_ros.ros.replay", *arguments(args)]
     print("running:", shlex.join(command), file=sys.stderr, flush=True)
-    os.execv(sys.executable, command)
+    return _become(command)
+
+
+def _become(command: list[str]) -> NoReturn:
+    os.execv(command[0], command)
+
+
+def _is_record(path: Path) -> bool:
+    """False for recordings of ROS, also where what reads records is not installed."""
+    if (path / "metadata.yaml").is_file():
+        return False
+    try:
+        from .verify_record import is_record
+    except MissingDependency:
+        return False
+    return is_record(path)
 
 
 def arguments(args: argparse.Namespace) -> list[str]:

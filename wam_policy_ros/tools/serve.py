@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wam_policy_ros.contract.errors import ConfigError, MissingDependency
 from wam_policy_ros.contract.fakes import HoldPolicy, example_observation
@@ -31,6 +31,9 @@ from wam_policy_ros.engine.replicas.policy import Replicas
 from wam_policy_ros.serving.config import ServerConfig
 from wam_policy_ros.serving.dialects import DIALECTS
 from wam_policy_ros.serving.server import OpenPIServer
+
+if TYPE_CHECKING:
+    from wam_policy_ros.records.recorder import Recorder
 
 SERVER_GRACE_S, OWNER_GRACE_S = 1.2, 0.4
 """Together well below the 2 s in which Ctrl-C must have worked, whatever a step does meanwhile."""
@@ -78,11 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--max-sessions", type=int, default=64)
     where.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", dest="options",
                        help="any other option of the server, e.g. resume_s=30, errors=keep_open")  # fmt: skip
+    add_record_arguments(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="say what would happen; loads nothing, needs no GPU")
     how.add_argument("--smoke", action="store_true", help="load, make one chunk, end")
     parser.add_argument("--no-warm-up", action="store_true", help="ready at once; the first calls are slow")
     parser.add_argument("--json", action="store_true", help="the report of --dry-run or --smoke as JSON")
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    kept = parser.add_argument_group("what is kept")
+    kept.add_argument("--record", type=Path, metavar="DIR", help="record what the policy gets and gives, see README")
+    kept.add_argument("--record-stages", action="store_true", help="and a digest of every stage of a call; slower")
+    kept.add_argument("--record-mb", type=float, default=1024.0, help="size of a file of the record; default: 1024")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -166,28 +177,66 @@ def _hold(embodiment: str, latency_s: float, index: int, progress: Callable[[str
     return HoldPolicy(embodiment=embodiment, latency_s=latency_s)
 
 
-def policy_factory(args: argparse.Namespace) -> Callable[[Callable[[str, float], None]], Policy]:
+def engine_factory(args: argparse.Namespace) -> EngineFactory:
+    """What to build where. Raises ConfigError for words that are no options."""
+    return EngineFactory(
+        embodiment=args.embodiment,
+        checkpoint=args.checkpoint,
+        random_weights=args.random_weights,
+        tokenizer=args.tokenizer,
+        device=args.device,
+        preset=args.preset,
+        options=engine_options(args),
+        hash_all=args.record is not None,
+        stages=args.record_stages,
+    )
+
+
+def make_recorder(args: argparse.Namespace) -> Recorder | None:
+    """None when nothing is to be recorded.
+
+    Raises:
+        ConfigError: nothing can be written there.
+        MissingDependency: the extra ``record`` is not installed.
+    """
+    if args.record is None:
+        if args.record_stages:
+            raise ConfigError("--record-stages has no effect without --record DIR")
+        return None
+    try:
+        from wam_policy_ros.records.recorder import Recorder, RecordLimits
+    except ModuleNotFoundError as error:
+        raise MissingDependency(str(error.name), "record", "--record") from error
+    return Recorder(args.record, log=say, limits=RecordLimits(file_bytes=round(args.record_mb * 2**20)))
+
+
+def how_made(args: argparse.Namespace) -> dict[str, Any]:
+    """For a replay: where the policy came from."""
+    if args.fake:
+        return {"policy": "hold", "embodiment": args.embodiment}
+    return {"policy": "engine", **engine_factory(args).described()}
+
+
+def policy_factory(
+    args: argparse.Namespace, recorder: Recorder | None = None
+) -> Callable[[Callable[[str, float], None]], Policy]:
     """What the policy's thread calls to get the policy."""
 
     def build(progress: Callable[[str, float], None]) -> Policy:
         if args.fake:
             make = functools.partial(_hold, args.embodiment, args.fake_latency_s)
             return make(0, progress) if args.replicas == 1 else Replicas(make, args.replicas, progress=progress)
-        return make_policies(
-            EngineFactory(
-                embodiment=args.embodiment,
-                checkpoint=args.checkpoint,
-                random_weights=args.random_weights,
-                tokenizer=args.tokenizer,
-                device=args.device,
-                preset=args.preset,
-                options=engine_options(args),
-            ),
-            args.replicas,
-            progress,
-        )
+        return make_policies(engine_factory(args), args.replicas, progress)
 
-    return build
+    def build_recorded(progress: Callable[[str, float], None]) -> Policy:
+        policy = build(progress)
+        if recorder is None:
+            return policy
+        from wam_policy_ros.records.policy import recorded
+
+        return recorded(policy, recorder, stages=args.record_stages, how=how_made(args))
+
+    return build_recorded
 
 
 def say(level: str, line: str) -> None:
@@ -216,7 +265,8 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
         woken.put(None)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    owner = PolicyThread(policy_factory(args), log=say, warm_up=not args.no_warm_up)
+    recorder = make_recorder(args)
+    owner = PolicyThread(policy_factory(args, recorder), log=say, warm_up=not args.no_warm_up)
     progress = ProgressLog(lambda line: say("info", line))
 
     def changed() -> None:
@@ -228,7 +278,7 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
             woken.put(None)
 
     owner.subscribe(changed)
-    server = OpenPIServer(config, owner, log=say)
+    server = OpenPIServer(config, owner, log=say, gauges=recorder.gauges() if recorder else {})
     try:
         server.start()
         owner.start()
@@ -241,6 +291,10 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
         gc.unfreeze()  # what was frozen would be missed, and reported as leaked, by libraries when the process ends
+    if recorder is not None:
+        told = recorder.status
+        lost = f", INCOMPLETE: {told.dropped} dropped, {told.trouble}" if told.trouble else ""
+        say("info", f"record in {told.folder}: {told.written} events, {told.nbytes / 2**20:.1f} MiB{lost}")
     if not all(ended):
         say("warning", "a step does not end; leaving without it")
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError
@@ -21,6 +22,7 @@ class EngineFactory:
     Attributes:
         device: for replicas also several with commas between them, one for each.
         preset: of ``EngineConfig.preset``; options: engine options on top of it and of what the checkpoint recommends.
+        hash_all: of ``build_policy``. stages: let the policy fill ``ActionChunk.stages``.
     """
 
     embodiment: str
@@ -30,6 +32,16 @@ class EngineFactory:
     device: str = "auto"
     preset: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
+    hash_all: bool = False
+    stages: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """What makes the same policy again, wherever one is; JSON-serialisable."""
+        names = ("embodiment", "random_weights", "device", "preset")
+        places = {name: getattr(self, name) for name in ("checkpoint", "tokenizer")}
+        out: dict[str, Any] = {name: getattr(self, name) for name in names}
+        out |= {name: str(Path(place).expanduser().resolve()) if place else None for name, place in places.items()}
+        return out | {"options": dict(self.options)}
 
     def policy(self, progress: Progress) -> Policy:
         """In this process. Raises what ``build_policy`` raises."""
@@ -38,15 +50,18 @@ class EngineFactory:
         from wam_policy_ros.engine.recommended import recommended
 
         options = {**recommended(self.checkpoint, self.embodiment).options, **self.options}
-        return build_policy(
+        policy = build_policy(
             embodiment=self.embodiment,
             checkpoint=self.checkpoint,
             random_weights=self.random_weights,
             tokenizer=self.tokenizer,
             device=self.device,
             config=EngineConfig.preset(self.preset, resolve_device(self.device), **options),
+            hash_all=self.hash_all,
             progress=progress,
         )
+        policy.stage_hashes = self.stages
+        return policy
 
     def __call__(self, index: int, progress: Progress) -> Policy:
         """Replica ``index``, on a device of its own."""

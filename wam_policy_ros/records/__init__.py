@@ -1,0 +1,1 @@
+"""What a policy got and gave: written while it runs, checked afterwards."""
