@@ -18,8 +18,8 @@ PART = """
 import json, os, subprocess, sys, time
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 count, names = int(words["--gpus"]), words["--config"].split(",")
-report = {"video": False, "network": "random 14b", "load_s": 1.0, "load_peak_GiB": None, "rows": [], "anchors": {},
-          "spec": {"weights": "RANDOM WEIGHTS", "dtype": "bfloat16", "guidance_scale": 5.0},
+report = {"video": False, "network": "random 14b", "load_s": 1.0, "load_peak_GiB": None, "rows": [],
+          "anchors": {"8": 1}, "spec": {"weights": "RANDOM WEIGHTS", "dtype": "bfloat16", "guidance_scale": 5.0},
           "provenance": {"gpu": {"name": "NVIDIA H200"}, "torch": "2", "commit": "c", "date": "d"}}
 print("loading 100%", file=sys.stderr)
 for name in names:
@@ -91,7 +91,7 @@ def test_every_row_of_every_number_of_gpus(play, capsys, tmp_path):
     said = capsys.readouterr().out
     assert "fp8 x2" in said and "1.60" in said and "2 GPUs: network ready in 1.0 s" in said
     assert main(["bench", "table", str(tmp_path / "out.json")]) == 0
-    assert "| 8 | fp8 | 800 ms (n 8) | 500 ms (n 8) | 1.60 |" in capsys.readouterr().out
+    assert "| 8 | fp8 | 800 ms (n 8) | 500 ms (n 8) | 1.60 | 501 ms | 1436 ms |" in capsys.readouterr().out
 
 
 def test_a_part_that_dies_takes_one_configuration_along(play):

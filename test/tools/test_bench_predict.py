@@ -12,7 +12,7 @@ import pytest
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.tools.bench_suite import prediction
-from wam_policy_ros.tools.bench_suite.predict import table
+from wam_policy_ros.tools.bench_suite.predict import predict, table
 from wam_policy_ros.tools.bench_suite.prediction import LAYOUTS, Assumptions, Layout, Traffic
 from wam_policy_ros.tools.bench_suite.records import BENCH
 from wam_policy_ros.tools.main import main
@@ -107,15 +107,29 @@ def test_a_row_without_positions_is_refused():
         prediction.predict_row(row, LAYOUTS[0], FREE, CFG, video=False)
 
 
-def test_the_shipped_prediction_is_what_the_command_writes_and_the_readme_shows(tmp_path, capsys):
-    """``wam bench predict --json bench/prediction.json``. It was made before the runs that it is about."""
-    assert main(["bench", "predict", "--json", str(tmp_path / "p.json")]) == 0
-    said = capsys.readouterr().out
-    made = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
-    assert made == json.loads((BENCH / "prediction.json").read_text(encoding="utf-8"))
-    assert "PREDICTION, no measurement" in said and "goal of FP8 on two GPUs at 8 evaluations: 450 ms" in said
+def test_the_shipped_prediction_is_what_its_inputs_give_and_the_readme_shows():
+    """``wam bench predict --json bench/prediction.json`` wrote it before the runs that it is about; it stays as it is,
+    with what it was made from, when the report of one GPU is measured anew."""
+    shipped = json.loads((BENCH / "prediction.json").read_text(encoding="utf-8"))
+    about = shipped["from"]
+    report = {"video": about["video"], "provenance": {name: about[name] for name in ("commit", "gpu", "date")}}
+    made = predict(report, shipped["inputs"], Assumptions(**shipped["assumed"]), about["file"])
+    assert json.loads(json.dumps(made)) == shipped
     shown = re.search(r"<!-- prediction -->\n(.*?)\n<!-- /prediction -->", README.read_text(encoding="utf-8"), re.S)
-    assert shown is not None and shown.group(1) == table(made)
+    assert shown is not None and shown.group(1) == table(shipped)
+
+
+def test_command(tmp_path, capsys):
+    report = {"rows": json.loads((BENCH / "prediction.json").read_text(encoding="utf-8"))["inputs"], "video": False,
+              "provenance": {"commit": "c", "gpu": {"name": "NVIDIA H200"}, "date": "d"}}  # fmt: skip
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    words = ["bench", "predict", "--from", str(tmp_path / "r.json")]
+    assert main([*words, "--json", str(tmp_path / "p.json")]) == 0
+    said = capsys.readouterr().out
+    assert "PREDICTION, no measurement" in said and "goal of FP8 on two GPUs at 8 evaluations: 450 ms" in said
+    assert len(json.loads((tmp_path / "p.json").read_text())["rows"]) == 18
+    assert main([*words, "--assume", "branch_efficiency=0.5", "--table"]) == 0
+    assert "8 GPUs (2x4), predicted" in capsys.readouterr().out
 
 
 def test_upstreams_pair_is_predicted_within_a_twentieth():

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write a PNG. Bars of one number of evaluations stand together; the stages of our own are stacked."""
     groups = [str(e) for e in report["evaluations"]]
-    ours = [(name, gpus) for name in report["configurations"] for gpus in report.get("gpus", [1])]
+    ours = [(name, gpus) for name in report["configurations"] for gpus in sorted(report.get("gpus", [1]))]
     names = [*([] if not report.get("anchors") else [("upstream", 1)]), *ours]
     rows = {((r["configuration"], r.get("gpus", 1)), str(r["evaluations"])): r for r in report["rows"]}
     stages = ["preprocess", "first_frame", "vae_encode", "prefill", "denoise"]

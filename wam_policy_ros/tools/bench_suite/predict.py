@@ -12,7 +12,7 @@ from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.model.config import DreamZeroConfig
 
 from .configurations import parse_changes
-from .prediction import LAYOUTS, Assumptions, Layout, predict_row, predict_step
+from .prediction import LAYOUTS, SPLIT_STAGES, Assumptions, Layout, predict_row, predict_step
 from .records import BENCH, load_anchors, write_json
 
 GOALS_MS = {"8": 450, "4": 260}
@@ -63,9 +63,18 @@ def predict(report: dict[str, Any], rows: list[dict[str, Any]], assumed: Assumpt
         "layouts": "guidance groups x GPUs that share the tokens of one branch",
         "assumed": dataclasses.asdict(assumed),
         "rows": [predict_row(r, layout, assumed, cfg, video=report["video"]) for layout in LAYOUTS for r in fused],
+        "inputs": [_input(r) for r in fused],
         "check": check(assumed, cfg, load_anchors()),
         "goals_ms_fp8_two_gpus": GOALS_MS,
     }  # fmt: skip
+
+
+def _input(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction takes of a row, kept with it: the report may be measured anew."""
+    stages = {p: {"stages_s": {s: e["stages_s"][s] for s in ("total", *SPLIT_STAGES)}}
+              for p, e in row["position_s"].items()}  # fmt: skip
+    kept = {key: {"p50": row[key]["p50"]} for key in ("step_s", "reaction_s") if key in row}
+    return {"configuration": row["configuration"], "evaluations": row["evaluations"], **kept, "position_s": stages}
 
 
 def check(assumed: Assumptions, cfg: DreamZeroConfig, anchors: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .records import BENCH
+from .records import BENCH, load_anchors
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -13,7 +13,8 @@ Row = dict[str, Any]
 
 def annotate(report: Report) -> None:
     """Give rows on several GPUs their ``scaling``: ``speedup`` and ``efficiency`` (speedup per GPU) against one GPU of
-    the same report, and ``predicted_ms`` where it was predicted."""
+    the same report, ``predicted_ms`` where it was predicted, and ``upstream_ms`` where upstream's code was measured on
+    as many."""
     rows = report["rows"]
     one = {(r["configuration"], r["evaluations"]): r for r in rows if r.get("gpus", 1) == 1 and "step_s" in r}
     predicted = _predictions() if _is_predicted(report) else {}
@@ -26,6 +27,8 @@ def annotate(report: Report) -> None:
             scaling |= {"speedup": speedup, "efficiency": speedup / row["gpus"]}
         if (guess := predicted.get((row["configuration"], row["evaluations"], row["gpus"]))) is not None:
             scaling["predicted_ms"] = guess
+        if (upstream := _upstream(report, row)) is not None:
+            scaling["upstream_ms"] = upstream
         row["scaling"] = scaling
 
 
@@ -34,7 +37,7 @@ def lines(report: Report) -> list[str]:
     found = [r for r in report["rows"] if r.get("gpus", 1) > 1 and "step_s" in r]
     if not found:
         return []
-    out = ["", "several GPUs:  ms p50  speedup  per GPU  predicted  exchanged MB  of the time  GiB per GPU"]
+    out = ["", "several GPUs:  ms p50  speedup  per GPU  predicted  upstream  exchanged MB  of the time  GiB per GPU"]
     for row in found:
         scaling, exchange = row.get("scaling", {}), row.get("exchange", {})
         cells = [
@@ -42,6 +45,7 @@ def lines(report: Report) -> list[str]:
             _number(scaling.get("speedup"), 8, 2),
             _number(scaling.get("efficiency"), 8, 2),
             _number(scaling.get("predicted_ms"), 10, 0),
+            _number(scaling.get("upstream_ms"), 9, 0),
             _number(exchange.get("MB"), 13, 2),
             f"{exchange['share']:.2%}".rjust(12) if "share" in exchange else "-".rjust(12),
             "  " + ", ".join(f"{g:.1f}" for g in row.get("gpu_peak_GiB") or row.get("gpu_in_use_GiB", [])),
@@ -56,7 +60,8 @@ def markdown(report: Report) -> str:
     rows = {(r["configuration"], r["evaluations"], r.get("gpus", 1)): r for r in report["rows"]}
     counts = sorted(report["gpus"])
     head = ["evaluations", "", *(f"{n} GPU{'s' if n > 1 else ''}" for n in counts)]
-    head += [title for n in counts if n > 1 for title in (f"speedup on {n}", f"predicted for {n}")]
+    titles = ("speedup on {}", "predicted for {}", "upstream on {}")
+    head += [title.format(n) for n in counts if n > 1 for title in titles]
     out = [head, ["---"] * len(head)]
     for evaluations in report["evaluations"]:
         for name in report["configurations"]:
@@ -66,7 +71,8 @@ def markdown(report: Report) -> str:
             for row in (r for r, n in zip(found, counts, strict=True) if n > 1):
                 scaling = row.get("scaling", {})
                 cells.append(_number(scaling.get("speedup"), 0, 2))
-                cells.append(f"{scaling['predicted_ms']:.0f} ms" if "predicted_ms" in scaling else "-")
+                for name_ms in ("predicted_ms", "upstream_ms"):
+                    cells.append(f"{scaling[name_ms]:.0f} ms" if name_ms in scaling else "-")
             out.append([str(evaluations), name, *cells])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in out)
 
@@ -79,6 +85,14 @@ def _is_predicted(report: Report) -> bool:
     """Whether the shipped prediction is about runs like this one."""
     where = report.get("provenance", {}).get("gpu") or {}
     return report.get("network") == "random 14b" and "H200" in where.get("name", "") and not report.get("video", True)
+
+
+def _upstream(report: Report, row: Row) -> float | None:
+    """Upstream's code is its own at a number of evaluations, so bf16 and FP8 have the same."""
+    if row["gpus"] != 2 or not report.get("anchors"):
+        return None
+    known = load_anchors().get("upstream_two_gpus", {}).get("evaluations", {}).get(str(row["evaluations"]))
+    return None if known is None else float(known["median"])
 
 
 def _predictions() -> dict[tuple[str, int, int], float]:

@@ -50,7 +50,7 @@ def _title(name: str, gpus: int) -> str:
 
 def _speed(report: dict[str, Any]) -> list[str]:
     rows = {(r["configuration"], r.get("gpus", 1), r["evaluations"]): r for r in report["rows"]}
-    columns = [(name, gpus) for name in report["configurations"] for gpus in report.get("gpus", [1])]
+    columns = [(name, gpus) for name in report["configurations"] for gpus in sorted(report.get("gpus", [1]))]
     head = "ms per step, median".ljust(30) + "upstream".rjust(10) + "".join(_title(*c).rjust(10) for c in columns)
     lines = [head]
     for count in report["evaluations"]:
