@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from wam_policy_ros.model.config import DreamZeroConfig
+from wam_policy_ros.tools.bench_suite.from_files import config_json
 from wam_policy_ros.tools.bench_suite.markdown import speed_table
 from wam_policy_ros.tools.bench_suite.records import BENCH, load_anchors
 from wam_policy_ros.tools.main import main
@@ -34,6 +36,24 @@ def test_load_of_a_network(tmp_path, capsys):
     assert main(["bench", "load", "--checkpoint", str(tmp_path / "c"), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "8-bit layers" in said and "native precision" in said
+
+
+@pytest.mark.parametrize(("layers", "config"), [("fp8", ""), ("native", "bf16")])
+def test_a_start_from_the_files_of_a_made_up_network(layers, config, tmp_path, capsys):
+    out = tmp_path / "load.json"
+    words = ["--network", "tiny", "--layers", layers, "--config", config, "--folder", str(tmp_path)]
+    assert main(["bench", "load", *words, "--gib", "0.001", "--device", "cpu", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    names = [row["stage"] for row in report["stages"]]
+    assert names[0] == "files written" and names[-2:] == ["first call", "second call"]
+    assert {"loading weights", "taking the weights over"} < set(names)
+    assert report["configuration"] == (config or "fp8") and report["files_to_ready_s"] > 0
+    assert "a policy that is ready" in capsys.readouterr().out and [p.name for p in tmp_path.iterdir()] == [out.name]
+
+
+@pytest.mark.parametrize("config", [DreamZeroConfig.tiny(), DreamZeroConfig.dreamzero_14b()], ids=["tiny", "14b"])
+def test_the_made_up_config_means_the_network(config):
+    assert DreamZeroConfig.from_config_json(config_json(config)) == config
 
 
 def test_table():

@@ -81,6 +81,8 @@ def prepare(path: FusedPath, progress: Progress) -> None:
             path.let_go(state, WindowState())
     progress("moving the text encoder to the host", 1.0)
     path.settle()
+    if path.network.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the runs before the recordings needed
 
 
 def _compile(path: FusedPath, calls: range) -> None:

@@ -1,4 +1,7 @@
-"""``wam bench load``: how fast weights come from the page cache to the device, and the whole network with them."""
+"""``wam bench load``: how fast weights come from the page cache to the device, and the whole network with them.
+
+With ``--network`` files of a network of random numbers are written first, and a policy is started from them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,29 @@ from wam_policy_ros.engine.build import resolve_device, resolve_dtype
 from wam_policy_ros.engine.fp8 import fp8_for
 from wam_policy_ros.engine.fp8_checkpoint import load_network
 from wam_policy_ros.model.checkpoint import read_folder
+from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.shard_reader import Extent, read_tensors
 from wam_policy_ros.tools.provenance import provenance
 
+from .configurations import CONFIGURATIONS, engine_config
+from .from_files import start, write_random_network
+from .network import free_memory
 from .records import write_json
+from .stages import Stages, line
 
 TENSOR_BYTES = 2 * 13824 * 5120  # the largest linear layer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=Path, help="folder to load; default: files of random numbers")
-    parser.add_argument("--gib", type=float, default=2.0, help="of random numbers")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--checkpoint", type=Path, help="folder to load; default: files of random numbers")
+    source.add_argument("--network", choices=["tiny", "14b"], help="write a network of this size (14b: 30 GB, or 46 GB "
+                        "with native layers) and start a policy from it, stage by stage")  # fmt: skip
+    parser.add_argument("--layers", choices=["fp8", "native"], default="fp8", help="of the files of --network")
+    parser.add_argument("--config", default="", help="to start with; default: what the layers are for; one of "
+                        f"{','.join(CONFIGURATIONS)}")  # fmt: skip
+    parser.add_argument("--evaluations", type=int, default=4, help="of the calls after the start")
+    parser.add_argument("--gib", type=float, default=2.0, help="of random numbers, or to read at most for a rate")
     parser.add_argument("--folder", type=Path, help="where to put them; default: the temporary folder")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -34,23 +49,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
+    stages = Stages(device)
+    report: dict[str, Any] = {"provenance": provenance(device)}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        files = sorted(args.checkpoint.glob("*.safetensors")) if args.checkpoint else _write(Path(folder), args.gib)
-        report: dict[str, Any] = {"provenance": provenance(device), "rates_GBps": rates(files, device)}
+        place = args.checkpoint or Path(folder) / "network"
+        if args.network:
+            config = DreamZeroConfig.tiny() if args.network == "tiny" else DreamZeroConfig.dreamzero_14b()
+            with stages.stage("files written"):
+                write_random_network(config, place, device, eight_bit=args.layers == "fp8")
+                free_memory(device)
+        elif not args.checkpoint:
+            place = Path(folder)
+            _write(place, args.gib)
+        files = sorted(place.glob("*.safetensors"))
         report["bytes"] = sum(p.stat().st_size for p in files)
-    for name, rate in report["rates_GBps"].items():
-        print(f"{name:34} {rate:6.2f} GB/s")
-    if args.checkpoint:
-        report["network_s"] = _networks(args.checkpoint, device)
-        for name, seconds in report["network_s"].items():
-            print(f"{name:34} {seconds:6.1f} s")
+        report["rates_GBps"] = rates(files, device, most_bytes=args.gib * 2**30)
+        for name, rate in report["rates_GBps"].items():
+            print(f"{name:34} {rate:6.2f} GB/s", flush=True)
+        if args.checkpoint:
+            report["network_s"] = _networks(args.checkpoint, device)
+            for name, seconds in report["network_s"].items():
+                print(f"{name:34} {seconds:6.1f} s")
+        if args.network:
+            report |= _start(args, place, device, stages)
     if args.json:
         write_json(report, args.json)
     return 0
 
 
-def rates(files: list[Path], device: torch.device) -> dict[str, float]:
-    """GB/s of files in the page cache to tensors on the device, by reader. The first pass fills the cache."""
+def _start(args: argparse.Namespace, folder: Path, device: torch.device, stages: Stages) -> dict[str, Any]:
+    gpu = device.type == "cuda"
+    name = args.config or ("fp8" if args.layers == "fp8" else "bf16" if gpu else "plain")
+    before = len(stages.rows)
+    start(folder, engine_config(name, args.evaluations, gpu=gpu), device, stages)
+    rows = stages.rows[before:]
+    for row in rows:
+        print(line(row).strip("\r"))
+    ready = sum(row["seconds"] for row in rows if row["stage"] not in ("first call", "second call"))
+    print(f"{'files to a policy that is ready':34} {ready:6.1f} s ({name}, {args.layers} layers, random numbers)")
+    return {"network": args.network, "configuration": name, "layers": args.layers, "stages": stages.rows,
+            "files_to_ready_s": ready}  # fmt: skip
+
+
+def rates(files: list[Path], device: torch.device, *, most_bytes: float) -> dict[str, float]:
+    """GB/s of files in the page cache to tensors on the device, by reader. The first pass fills the cache.
+
+    Args:
+        most_bytes: no further file is read after these.
+    """
+    sizes = [p.stat().st_size for p in files]
+    files = [p for i, p in enumerate(files) if sum(sizes[:i]) < most_bytes]
     extents = [e for p in files for e in _extents(p)]
     size = sum(e.end - e.begin for e in extents)
     _drain(extents, device, 2)
