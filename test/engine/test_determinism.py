@@ -21,6 +21,7 @@ from wam_policy_ros.engine import determinism, kernels
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.determinism import UNORDERED_ON_GPU, Audit, Determinism, switches
 from wam_policy_ros.engine.policy import with_config
+from wam_policy_ros.engine.sampler import draw_noise
 
 CALLS = 6  # a first call, a full window, and a restart
 ALONE = [["a", i] for i in range(CALLS)]
@@ -88,6 +89,19 @@ def test_the_tier_says_so_and_takes_its_own_noise(fused):
     assert not np.array_equal(a.actions, b.actions)
     with pytest.raises(ConfigError, match="deterministic must be true or false"):
         EngineConfig(deterministic=1)  # type: ignore[arg-type]
+
+
+def test_sessions_with_seeds_of_their_own_keep_their_noise(fused, monkeypatch):
+    """More of them than are remembered."""
+    from wam_policy_ros.engine import fused_path
+
+    monkeypatch.setattr(fused_path, "NOISES", 2)
+    policy = with_config(fused)
+    expected = {seed: draw_noise(seed, torch.zeros(1, 16, 2, 2, 4), policy.network, counted=True) for seed in range(4)}
+    for seed in (0, 1, 0, 2, 3, 0, 1):
+        found = policy.path.draw_noise(seed, torch.zeros(1, 16, 2, 2, 4))
+        assert torch.equal(found.video, expected[seed].video) and torch.equal(found.action, expected[seed].action)
+        assert len(policy.path._noise) <= 2
 
 
 # -- operations -------------------------------------------------------------------------------------------------

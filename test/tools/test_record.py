@@ -158,6 +158,16 @@ def test_the_options_of_serve(tmp_path):
     assert how["options"] == {"guidance_steps": (0, 1)} and json.dumps(how)
 
 
+def test_a_dry_run_says_that_the_package_is_missing(tmp_path, capsys, monkeypatch):
+    from wam_policy_ros.tools import serve_report
+
+    words = ["serve", "--fake", "hold", "--dry-run", "--port", "0", "--record", str(tmp_path)]
+    assert main(words) == 0
+    original = serve_report.importlib.util.find_spec
+    monkeypatch.setattr(serve_report.importlib.util, "find_spec", lambda n: None if n == "mcap" else original(n))
+    assert main(words) == 1 and "wam_policy_ros[record]" in capsys.readouterr().out
+
+
 def test_wam_record_is_the_other_command_with_its_options(tmp_path):
     def words(*given):
         return record_tool.words(arguments(record_tool, *given))

@@ -33,6 +33,9 @@ from .step_path import Denoised
 from .streamed_text import StreamedTextEncoder
 from .window_slots import SlotLayout, SlotPool
 
+NOISES = 16
+"""Seeds whose noise is kept: sessions may have seeds of their own."""
+
 
 @dataclass(frozen=True)
 class _Inputs:
@@ -273,7 +276,9 @@ class FusedPath:
 
     def draw_noise(self, seed: int, latents: Tensor) -> Noise:
         if seed not in self._noise:
-            self._noise = {seed: draw_noise(seed, latents, self.network, counted=self.config.deterministic)}
+            while len(self._noise) >= NOISES:
+                del self._noise[next(iter(self._noise))]
+            self._noise[seed] = draw_noise(seed, latents, self.network, counted=self.config.deterministic)
         return self._noise[seed]
 
     def denoise(

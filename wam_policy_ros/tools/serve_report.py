@@ -28,6 +28,8 @@ def dry_run(args: argparse.Namespace, config: ServerConfig) -> int:
     spec = _policy(args, report)
     report["memory"] = None if args.fake else _memory(args, config, report)
     report["endpoint"] = _endpoint(config, report)
+    if args.record is not None and importlib.util.find_spec("mcap") is None:
+        report["problems"].append("mcap is not installed: pip install 'wam_policy_ros[record]'")
     report["dialects"] = _dialects(config, spec, report)
     for private in [name for name in report if name.startswith("_")]:
         del report[private]
