@@ -73,7 +73,7 @@ def _input(row: dict[str, Any]) -> dict[str, Any]:
     """What a prediction takes of a row, kept with it: the report may be measured anew."""
     stages = {p: {"stages_s": {s: e["stages_s"][s] for s in ("total", *SPLIT_STAGES)}}
               for p, e in row["position_s"].items()}  # fmt: skip
-    kept = {key: {"p50": row[key]["p50"]} for key in ("step_s", "reaction_s") if key in row}
+    kept: dict[str, Any] = {key: {"p50": row[key]["p50"]} for key in ("step_s", "reaction_s") if key in row}
     return {"configuration": row["configuration"], "evaluations": row["evaluations"], **kept, "position_s": stages}
 
 
