@@ -1,10 +1,11 @@
 """What only a GPU can show: graphs, 8-bit products and attention, kernels against their twins, memory, cancellation.
 
-    python3 -m pytest -q -rs test/engine/test_on_gpu.py
+    python3 -m pytest -q -rs --durations=12 test/engine/test_on_gpu.py
 
-Small networks with random weights, one of them with widths like the published one's (128 numbers per head). Every test
-stands alone: what one of them cannot do here says nothing about the others. ``WAM_TEST_DEVICE=cpu`` rehearses the
-script with the plain twins and without graphs; it proves nothing about a GPU.
+What is quickest to show that something is wrong comes first. Small networks with random weights, one of them with
+widths like the published one's (128 numbers per head). Every test stands alone: what one of them cannot do here says
+nothing about the others. ``WAM_TEST_DEVICE=cpu`` rehearses the script with the plain twins and without graphs; it
+proves nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import gc
 import importlib.util
 import os
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -87,6 +89,12 @@ def policy(request) -> DreamZeroPolicy:
     return prepared(*request.param)
 
 
+@pytest.fixture(params=MODES)
+def wide(request) -> DreamZeroPolicy:
+    """Of what does not depend on how wide the network is."""
+    return prepared("wide", request.param)
+
+
 def run(policy, plan=PLAN, seed=0, session_seed=None, **changes):
     session, chunks = policy.open(seed=session_seed), []
     try:
@@ -110,6 +118,24 @@ def distance(a, b) -> float:
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------
+
+
+def compiled() -> int:
+    """Kernels that Triton has compiled in this process."""
+    if not GPU:
+        return 0
+    modules = [importlib.import_module(f"wam_policy_ros.engine.kernels.{name}") for name in
+               ("activation", "conv3d_triton", "cross", "norms", "rope")]  # fmt: skip
+    kernels = [k for m in modules for k in vars(m).values() if hasattr(k, "device_caches")]
+    assert kernels
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+
+def test_nothing_is_compiled_after_preparing(policy):
+    before = compiled()
+    for video in (True, False):
+        run(policy, want_video=video)
+    assert compiled() == before and (before > 10 or not GPU)
 
 
 @pytest.mark.parametrize("video", [True, False], ids=["with video", "without"])
@@ -144,12 +170,14 @@ def test_schedules_and_guidance_under_graphs(options):
     assert len(on.path.graphs) == recorded
 
 
-def test_nothing_is_recorded_after_preparing(policy):
+def test_nothing_is_recorded_after_preparing(wide):
     """First calls, a restart, another instruction beside the old window, a reset, with a video and without."""
-    policy = with_config(policy)  # with windows of its own
-    policy.prepare()
-    if not GPU:
-        policy.path.prepare()
+    policy = with_config(wide)  # with windows of its own
+    texts = []
+    policy.path.prepare(lambda text, fraction: texts.append(text))
+    if GPU:
+        found = re.search(r"(\d+) of (\d+) kernels compiled", " ".join(texts))
+        assert found and found[1] == found[2] != "0", texts
     caches = [policy.path.graphs, policy.path.encoders, policy.path.first_frames]
     before, made = [len(c) for c in caches], policy.path.pool.made
     session = policy.open()
@@ -162,143 +190,42 @@ def test_nothing_is_recorded_after_preparing(policy):
     assert [len(c) for c in caches] == before and policy.path.pool.made == made == policy.path.pool.idle
 
 
-def test_interleaved_sessions_are_exact(policy):
+def test_interleaved_sessions_are_exact(wide):
     """Seeds of their own, a window that restarts, and an instruction that changes in one of them."""
     plans = {1: [(1, "a"), *[(4, "a")] * 5], 2: [(1, "b"), (4, "b"), (4, "c"), (4, "c"), (4, "b"), (4, "b")]}
 
     def call(session, s, i):
         frames, prompt = plans[s][i]
-        return policy.infer(session, look(policy.spec, 100 * s + i, frames=frames, prompt=prompt))
+        return wide.infer(session, look(wide.spec, 100 * s + i, frames=frames, prompt=prompt))
 
     alone = {}
     for s in plans:
-        session = policy.open(seed=s)
+        session = wide.open(seed=s)
         alone[s] = [call(session, s, i) for i in range(6)]
-        policy.close(session)
-    sessions = {s: policy.open(seed=s) for s in plans}
+        wide.close(session)
+    sessions = {s: wide.open(seed=s) for s in plans}
     for i in range(6):
         for s, session in sessions.items():
             assert same(call(session, s, i), alone[s][i]), (s, i)
     for session in sessions.values():
-        policy.close(session)
+        wide.close(session)
     assert alone[1][4].reset is ResetReason.WINDOW_FULL and alone[2][2].reset is ResetReason.PROMPT_CHANGED
-    assert not np.array_equal(
-        run(policy, (1,), session_seed=1)[0].actions, run(policy, (1,), session_seed=2)[0].actions
-    )
-
-
-@pytest.mark.parametrize(("calls", "prompt"), [(1, None), (2, "fold the towel"), (4, None), (5, None)])
-@pytest.mark.parametrize("after", [0, 2])
-def test_a_cancelled_step_leaves_the_session_as_it_was(policy, calls, prompt, after):
-    def script(interrupt):
-        session, out = policy.open(), []
-        for i in range(calls):
-            out.append(policy.infer(session, look(policy.spec, i, frames=PLAN[i])))
-        if interrupt:
-            asked = iter(range(100))
-            other = look(policy.spec, 77, frames=4, **({"prompt": prompt} if prompt else {}))
-            with pytest.raises(Cancelled):
-                policy.infer(session, other, cancelled=lambda: next(asked) >= after)
-        out += [policy.infer(session, look(policy.spec, 50 + i, frames=4)) for i in range(2)]
-        policy.close(session)
-        return out
-
-    assert all(same(a, b) for a, b in zip(script(False), script(True), strict=True))
-    assert policy.path.pool.made == policy.path.pool.idle
-
-
-def test_memory_is_where_it_was_after_fifty_sessions(policy):
-    def used():
-        gc.collect()
-        if not GPU:
-            return 0
-        torch.cuda.synchronize(DEVICE)
-        return torch.cuda.memory_allocated(DEVICE)
-
-    def session(i):
-        opened = policy.open()
-        for frames in (1, 4):
-            policy.infer(opened, look(policy.spec, i, frames=frames, prompt="the same"))
-        policy.close(opened)
-
-    for i in range(3):
-        session(i)
-    before, made = used(), policy.path.pool.made
-    for i in range(50):
-        session(i)
-    assert used() - before <= 1 << 16
-    assert (policy.path.pool.made, policy.path.pool.idle) == (made, made)
-
-
-# -- the same bits in other ways --------------------------------------------------------------------------------
-
-
-def test_frames_encoded_ahead_give_the_same_bits(policy):
-    def go(ahead):
-        session, chunks = policy.open(), []
-        for i in range(5):
-            seen = look(policy.spec, 300 + i, frames=1 if i == 0 else 4)
-            if ahead and i:
-                for slot in range(3):
-                    assert policy.observe(session, slot, {n: f[slot] for n, f in seen.frames.items()})
-            chunks.append(policy.infer(session, seen))
-        told = session.ahead
-        policy.close(session)
-        return chunks, told
-
-    expected, _ = go(False)
-    chunks, told = go(True)
-    assert all(same(a, b) for a, b in zip(chunks, expected, strict=True))
-    assert (told.hits, told.misses) == (3, 0)
-
-
-def test_the_text_encoder_may_wait_on_the_host():
-    resident = prepared("wide", "bf16, PyTorch's attention")
-    streamed = make_policy(replace(resident.config, text="streamed"), network=make_network())
-    a, b = (p.path.prompts(*p._tokenize("open the drawer")) for p in (resident, streamed))
-    assert torch.equal(a.embedding, b.embedding) and float(a.embedding.abs().max()) > 0
-    for x, y in zip(run(resident, (1, 4), prompt="open it"), run(streamed, (1, 4), prompt="open it"), strict=True):
-        assert same(x, y)
-
-
-@pytest.mark.parametrize("robot", [DROID, AGIBOT], ids=["growing", "shrinking"])
-def test_the_mosaic_is_the_hosts(robot):
-    """The device does what the same operations do on a CPU, bit for bit, and that is the host's resize to a level."""
-    rng = np.random.default_rng(0)
-    views = {c.name: rng.integers(0, 256, (2, c.height, c.width, 3), dtype=np.uint8) for c in robot.cameras}
-    there = DeviceMosaic(robot, DEVICE)(views).cpu()
-    assert torch.equal(there, DeviceMosaic(robot, "cpu")(views))
-    difference = (there.int() - stitch_views(views, robot).int()).abs()
-    assert int(difference.max()) <= 1 and float((difference > 0).float().mean()) < 1e-3
-
-
-def test_the_deterministic_tier_repeats_itself_whoever_watches():
-    """Recorded anew by a second policy, with a video and without, beside another session; noise as on a CPU."""
-    policy = prepared("wide", "bf16, PyTorch's attention")
-    first, second = (with_config(policy, deterministic=True) for _ in range(2))
-    for one in (first, second):
-        one.prepare()  # every operation of the step is looked at
-    expected = run(first, (1, 4, 4), want_video=True)
-    other = second.open(seed=5)
-    second.infer(other, look(second.spec, 1, frames=1))
-    for video in (True, False):
-        got = run(second, (1, 4, 4), want_video=video)
-        assert all(np.array_equal(a.actions, b.actions) for a, b in zip(got, expected, strict=True)), video
-    second.close(other)
-    noise = first.path.draw_noise(1140, torch.zeros(1, 16, 2, 2, 4, device=DEVICE))
-    there = counted_normal(1140, 0, (1, 16, 2, 2, 4), torch.device("cpu"), torch.bfloat16)
-    assert torch.equal(noise.video.cpu().bfloat16(), there)
+    assert not np.array_equal(run(wide, (1,), session_seed=1)[0].actions, run(wide, (1,), session_seed=2)[0].actions)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def plainly(width: str) -> list:
+    return run(make_policy(EngineConfig(evaluations=5), network=make_network(width)), (1, 4, 4))
+
+
 def test_the_fused_step_is_close_to_the_plain_one(policy):
     """Two roundings of one algorithm, in units of the actions' spread; wrong weights or positions give more than 1."""
-    width = "wide" if policy.network.config.dit.dim == 256 else "narrow"
-    plain = make_policy(EngineConfig(evaluations=5), network=make_network(width))
+    plain = plainly("wide" if policy.network.config.dit.dim == 256 else "narrow")
     limit = 0.8 if "fp8" in (policy.config.linears, policy.config.attention) else 0.3
-    errors = [distance(a, b) for a, b in zip(run(policy, (1, 4, 4)), run(plain, (1, 4, 4)), strict=True)]
+    errors = [distance(a, b) for a, b in zip(run(policy, (1, 4, 4)), plain, strict=True)]
     assert 0 < max(errors) < limit, errors
 
 
@@ -361,6 +288,134 @@ def test_kernels_equal_their_twins(sizes):
     assert {name: pair for name, pair in found.items() if not pair[0] <= pair[1]} == {}
 
 
+def test_nothing_is_wrong_with_this_machine(policy):
+    """The convolutions were compared with float32 when the policy was made; small 8-bit products may be slow."""
+    assert all("slower than native" in line for line in policy.warnings), policy.warnings
+    assert policy.spec.details["tier"] == "numeric" and policy.spec.details["graphs"] is GPU
+
+
+# -- the same bits in other ways --------------------------------------------------------------------------------
+
+
+def test_frames_encoded_ahead_give_the_same_bits(wide):
+    def go(ahead):
+        session, chunks = wide.open(), []
+        for i in range(5):
+            seen = look(wide.spec, 300 + i, frames=1 if i == 0 else 4)
+            if ahead and i:
+                for slot in range(3):
+                    assert wide.observe(session, slot, {n: f[slot] for n, f in seen.frames.items()})
+            chunks.append(wide.infer(session, seen))
+        told = session.ahead
+        wide.close(session)
+        return chunks, told
+
+    expected, _ = go(False)
+    chunks, told = go(True)
+    assert all(same(a, b) for a, b in zip(chunks, expected, strict=True))
+    assert (told.hits, told.misses) == (3, 0)
+
+
+def test_the_text_encoder_may_wait_on_the_host():
+    resident = prepared("wide", "bf16, PyTorch's attention")
+    streamed = make_policy(replace(resident.config, text="streamed"), network=make_network())
+    a, b = (p.path.prompts(*p._tokenize("open the drawer")) for p in (resident, streamed))
+    assert torch.equal(a.embedding, b.embedding) and float(a.embedding.abs().max()) > 0
+    for x, y in zip(run(resident, (1, 4), prompt="open it"), run(streamed, (1, 4), prompt="open it"), strict=True):
+        assert same(x, y)
+
+
+@pytest.mark.parametrize("robot", [DROID, AGIBOT], ids=["growing", "shrinking"])
+def test_the_mosaic_is_the_hosts(robot):
+    """The device does what the same operations do on a CPU, bit for bit, and that is the host's resize to a level."""
+    rng = np.random.default_rng(0)
+    views = {c.name: rng.integers(0, 256, (2, c.height, c.width, 3), dtype=np.uint8) for c in robot.cameras}
+    there = DeviceMosaic(robot, DEVICE)(views).cpu()
+    assert torch.equal(there, DeviceMosaic(robot, "cpu")(views))
+    difference = (there.int() - stitch_views(views, robot).int()).abs()
+    assert int(difference.max()) <= 1 and float((difference > 0).float().mean()) < 1e-3
+
+
+def test_the_deterministic_tier_repeats_itself_whoever_watches():
+    """Recorded anew by a second policy, with a video and without, beside another session; noise as on a CPU."""
+    policy = prepared("wide", "bf16, PyTorch's attention")
+    first, second = (with_config(policy, deterministic=True) for _ in range(2))
+    for one in (first, second):
+        one.prepare()  # every operation of the step is looked at
+    expected = run(first, (1, 4, 4), want_video=True)
+    other = second.open(seed=5)
+    second.infer(other, look(second.spec, 1, frames=1))
+    for video in (True, False):
+        got = run(second, (1, 4, 4), want_video=video)
+        assert all(np.array_equal(a.actions, b.actions) for a, b in zip(got, expected, strict=True)), video
+    second.close(other)
+    noise = first.path.draw_noise(1140, torch.zeros(1, 16, 2, 2, 4, device=DEVICE))
+    there = counted_normal(1140, 0, (1, 16, 2, 2, 4), torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(noise.video.cpu().bfloat16(), there)
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def uninterrupted(mode: str, calls: int) -> list:
+    return script(prepared("wide", mode), calls, None, None)
+
+
+def script(policy, calls, prompt, after):
+    """So many calls and two more; with ``after``, a call in between that is cancelled after so many evaluations."""
+    session, out = policy.open(), []
+    for i in range(calls):
+        out.append(policy.infer(session, look(policy.spec, i, frames=PLAN[i])))
+    if after is not None:
+        asked = iter(range(100))
+        other = look(policy.spec, 77, frames=4, **({"prompt": prompt} if prompt else {}))
+        with pytest.raises(Cancelled):
+            policy.infer(session, other, cancelled=lambda: next(asked) >= after)
+    out += [policy.infer(session, look(policy.spec, 50 + i, frames=4)) for i in range(2)]
+    policy.close(session)
+    return out
+
+
+CANCELLED = [(calls, prompt, after) for calls, prompt in ((1, None), (2, "fold the towel"), (4, None), (5, None))
+             for after in (0, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "prompt", "after"),
+    [(mode, *case) for mode in ("bf16, PyTorch's attention", "fp8") for case in CANCELLED]
+    + [(mode, *CANCELLED[i]) for mode in ("bf16", "fp8 linears") for i in (3, 4)],
+)
+def test_a_cancelled_step_leaves_the_session_as_it_was(mode, calls, prompt, after):
+    policy = prepared("wide", mode)
+    found = script(policy, calls, prompt, after)
+    assert all(same(a, b) for a, b in zip(uninterrupted(mode, calls), found, strict=True))
+    assert policy.path.pool.made == policy.path.pool.idle
+
+
+def test_memory_is_where_it_was_after_thirty_sessions(wide):
+    def used():
+        gc.collect()
+        if not GPU:
+            return 0
+        torch.cuda.synchronize(DEVICE)
+        return torch.cuda.memory_allocated(DEVICE)
+
+    def session(i):
+        opened = wide.open()
+        for frames in (1, 4):
+            wide.infer(opened, look(wide.spec, i, frames=frames, prompt="the same"))
+        wide.close(opened)
+
+    for i in range(3):
+        session(i)
+    before, made = used(), wide.path.pool.made
+    for i in range(30):
+        session(i)
+    assert used() - before <= 1 << 16
+    assert (wide.path.pool.made, wide.path.pool.idle) == (made, made)
+
+
 def test_recorded_calls():
     """The golden closed loop in float32, bounds as on a CPU but for the order of a GPU's sums."""
     golden("e2e_weights.safetensors")
@@ -375,9 +430,3 @@ def test_recorded_calls():
         assert all(r.worst <= r.limit for r in calls if r not in wide), rows
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
-
-
-def test_nothing_is_wrong_with_this_machine(policy):
-    """The convolutions were compared with float32 when the policy was made; small 8-bit products may be slow."""
-    assert all("slower than native" in line for line in policy.warnings), policy.warnings
-    assert policy.spec.details["tier"] == "numeric" and policy.spec.details["graphs"] is GPU
