@@ -27,6 +27,7 @@ from wam_policy_ros.contract.errors import (
 from wam_policy_ros.contract.fakes import example_observation
 from wam_policy_ros.contract.places import Placed
 from wam_policy_ros.contract.policy_thread import Phase, PolicyThread, Priority
+from wam_policy_ros.engine.replicas.build import replica_device
 from wam_policy_ros.engine.replicas.policy import Replicas
 from wam_policy_ros.engine.replicas.replica import Care
 
@@ -293,6 +294,7 @@ PARENT = """
 import sys, time
 from test.engine import replica_fakes as fakes
 from test.engine.test_replicas import look
+from wam_policy_ros.engine.replicas.build import replica_device
 from wam_policy_ros.engine.replicas.policy import Replicas
 if __name__ == "__main__":
     policy = Replicas(fakes.sleeper, 2)
@@ -332,3 +334,32 @@ def test_bits_are_those_of_one_process():
         assert policy.render_video(got).tobytes() == here.render_video(expected).tobytes()
     finally:
         policy.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "each", "expected"),
+    [
+        ("auto", 4, 1, ["cuda:0", "cuda:1"]),
+        ("cuda", 4, 2, ["cuda:0", "cuda:2"]),
+        ("auto", 0, 1, ["cpu", "cpu"]),
+        ("cpu", 4, 1, ["cpu", "cpu"]),
+        ("cuda:3, cuda:1", 4, 1, ["cuda:3", "cuda:1"]),
+    ],
+)
+def test_every_replica_has_gpus_of_its_own(device, gpus, each, expected):
+    assert [replica_device(device, i, gpus, each=each) for i in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "each", "said"),
+    [
+        ("auto", 1, 1, "at most 1"),
+        ("cuda", 3, 2, "at most 1"),
+        ("cuda:0", 4, 1, "share"),
+        ("cuda:0,cuda:1", 4, 1, "more"),
+    ],
+)
+def test_where_there_is_none_left_that_is_said(device, gpus, each, said):
+    with pytest.raises(ConfigError, match=said):
+        for i in range(3):
+            replica_device(device, i, gpus, each=each)

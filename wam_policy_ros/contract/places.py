@@ -5,11 +5,14 @@ Whoever owns such a policy gives every place a thread (``PolicyThread`` does). A
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
+from .errors import WamError
 from .interface import Policy
+from .jobs import Ticket
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,55 @@ def place_of(session_or_policy: object) -> int | None:
     """Of a policy's session, or of a policy; None where there is but one place."""
     found = getattr(session_or_policy, "place", None)
     return found if isinstance(found, int) else None
+
+
+class PlaceState:
+    """For the owner: one policy, the job that runs there, and how the last ones went."""
+
+    def __init__(self, index: int, policy: Policy) -> None:
+        self.index, self.policy = index, policy
+        self._one_of_several = cast(Place, policy) if place_of(policy) is not None else None
+        self.running: Ticket[Any] | None = None
+        self.failures = self.calls = 0
+        self.call_s = 0.0
+        self.last_error = ""
+
+    @property
+    def running_s(self) -> float:
+        ticket = self.running
+        return 0.0 if ticket is None or ticket.started_s is None else time.monotonic() - ticket.started_s
+
+    @property
+    def lost(self) -> WamError | None:
+        """Why no job can succeed here again."""
+        found: WamError | None = getattr(self.policy, "lost", None)
+        return found
+
+    @property
+    def away(self) -> str:
+        """Why it takes no sessions now."""
+        return "" if self._one_of_several is None else self._one_of_several.trouble
+
+    @property
+    def sessions(self) -> int:
+        return 0 if self._one_of_several is None else self._one_of_several.sessions
+
+    @property
+    def load(self) -> int:
+        """Sessions, and whoever is about to open one."""
+        ticket = self.running
+        return self.sessions + (ticket is not None and ticket.about() is None)
+
+    def status(self, stuck_after_s: float) -> PlaceStatus:
+        details = {} if self._one_of_several is None else self._one_of_several.details
+        trouble = self.trouble(stuck_after_s)
+        return PlaceStatus(self.index, trouble, self.sessions, self.running_s, self.calls, self.call_s, details)
+
+    def trouble(self, stuck_after_s: float) -> str:
+        if away := self.away:
+            return away
+        if self.failures:
+            return f"the last {self.failures} call(s) failed: {self.last_error}"
+        if stuck_after_s and (running_s := self.running_s) > stuck_after_s:
+            return f"a call has been running for {running_s:.0f} s"
+        return ""

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from .errors import (
     Cancelled,
@@ -32,7 +32,7 @@ from .errors import (
 )
 from .interface import Policy, PolicySpec
 from .jobs import AskCancelled, JobQueue, OwnerLimits, Priority, Ticket, Work
-from .places import Place, Placed, PlaceStatus, place_of
+from .places import Placed, PlaceState, PlaceStatus, place_of
 from .warm_up import warm_up
 
 __all__ = ["AskCancelled", "OwnerLimits", "OwnerStatus", "Phase", "PolicyThread", "Priority", "Ticket", "Work"]
@@ -95,58 +95,6 @@ class OwnerStatus:
     last_error: str = ""
 
 
-class _Place:
-    """One policy, one thread, and the job that runs there."""
-
-    def __init__(self, index: int, policy: Policy) -> None:
-        self.index, self.policy = index, policy
-        self._one_of_several = cast(Place, policy) if place_of(policy) is not None else None
-        self.running: Ticket[Any] | None = None
-        self.failures = self.calls = 0
-        self.call_s = 0.0
-        self.last_error = ""
-
-    @property
-    def running_s(self) -> float:
-        ticket = self.running
-        return 0.0 if ticket is None or ticket.started_s is None else time.monotonic() - ticket.started_s
-
-    @property
-    def lost(self) -> WamError | None:
-        """Why no job can succeed here again."""
-        found: WamError | None = getattr(self.policy, "lost", None)
-        return found
-
-    @property
-    def away(self) -> str:
-        """Why it takes no sessions now."""
-        return "" if self._one_of_several is None else self._one_of_several.trouble
-
-    @property
-    def sessions(self) -> int:
-        return 0 if self._one_of_several is None else self._one_of_several.sessions
-
-    @property
-    def load(self) -> int:
-        """Sessions, and whoever is about to open one."""
-        ticket = self.running
-        return self.sessions + (ticket is not None and ticket.about() is None)
-
-    def status(self, stuck_after_s: float) -> PlaceStatus:
-        details = {} if self._one_of_several is None else self._one_of_several.details
-        trouble = self.trouble(stuck_after_s)
-        return PlaceStatus(self.index, trouble, self.sessions, self.running_s, self.calls, self.call_s, details)
-
-    def trouble(self, stuck_after_s: float) -> str:
-        if away := self.away:
-            return away
-        if self.failures:
-            return f"the last {self.failures} call(s) failed: {self.last_error}"
-        if stuck_after_s and (running_s := self.running_s) > stuck_after_s:
-            return f"a call has been running for {running_s:.0f} s"
-        return ""
-
-
 class PolicyThread:
     """One policy, one bounded queue, one thread for each of the policy's places.
 
@@ -166,7 +114,7 @@ class PolicyThread:
         self._cond = threading.Condition()
         self._stop = False
         self._queue = JobQueue(self.limits)
-        self._places: list[_Place] = []
+        self._places: list[PlaceState] = []
         self._status, self._status_lock = OwnerStatus(), threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         self._farewells: list[Callable[[Policy], None]] = []
@@ -364,7 +312,7 @@ class PolicyThread:
     def _warm_up(self, policy: Policy) -> None:
         self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
         parts = list(policy.places) if isinstance(policy, Placed) else [policy]
-        self._places = [_Place(index, part) for index, part in enumerate(parts)]
+        self._places = [PlaceState(index, part) for index, part in enumerate(parts)]
         for part in parts if self._warms_up else []:
             took: tuple[float, ...] = ()
             for seconds in warm_up(part, self._progress, lambda: self._stop):
@@ -407,7 +355,7 @@ class PolicyThread:
             for thread in others:
                 thread.join()
 
-    def _serve(self, place: _Place) -> None:
+    def _serve(self, place: PlaceState) -> None:
         self._here.place = place
         # With several places, which one a new session goes to changes without a word when one of them goes away.
         pause_s = LOOK_S if hasattr(place.policy, "lost") or len(self._places) > 1 else None
@@ -435,10 +383,10 @@ class PolicyThread:
                     self._cond.notify_all()
             del ticket  # what is not needed may not wait here for the next job
 
-    def _next(self, place: _Place) -> Ticket[Any] | None:
+    def _next(self, place: PlaceState) -> Ticket[Any] | None:
         return self._queue.fitting(lambda ticket: self._fits(place, ticket))
 
-    def _fits(self, place: _Place, ticket: Ticket[Any]) -> bool:
+    def _fits(self, place: PlaceState, ticket: Ticket[Any]) -> bool:
         """Whether a job may run at this place."""
         if len(self._places) == 1:
             return True
@@ -448,7 +396,7 @@ class PolicyThread:
             return at == place.index
         return session is not None or place in self._freest()
 
-    def _freest(self) -> list[_Place]:
+    def _freest(self) -> list[PlaceState]:
         """Where a new session would go. With all of them away: any, which then says why not."""
         there = [p for p in self._places if not p.away] or self._places
         least = min(p.load for p in there)
@@ -463,7 +411,7 @@ class PolicyThread:
         for running in [r for r in lower if not r.upkeep][:1]:
             running.preempt = True
 
-    def _execute(self, place: _Place, ticket: Ticket[Any]) -> None:
+    def _execute(self, place: PlaceState, ticket: Ticket[Any]) -> None:
         if ticket.started_s is None and not ticket.future.set_running_or_notify_cancel():
             return
         ticket.started_s = begin_s = time.monotonic()
@@ -485,7 +433,7 @@ class PolicyThread:
                 self._note(place, 0, "")
             ticket.future.set_result(result)
 
-    def _note(self, place: _Place, failures: int, last_error: str) -> None:
+    def _note(self, place: PlaceState, failures: int, last_error: str) -> None:
         """Health of a place. That of the owner is the best one's."""
         if not place.failures and not failures:
             return
@@ -517,7 +465,7 @@ class PolicyThread:
         with self._cond:
             self._queue.put_back(ticket)
 
-    def _failed(self, place: _Place, ticket: Ticket[Any], error: Exception) -> None:
+    def _failed(self, place: PlaceState, ticket: Ticket[Any], error: Exception) -> None:
         if isinstance(error, CLIENT_FAULTS):
             ticket.fail(bare(error))
             return
