@@ -286,7 +286,8 @@ class Replica:
                 self._up(life)
                 life.process.wait()
                 self._down(life)
-                life.close()
+                with self._calling:  # who waits for an answer finds the end of the pipe first
+                    life.close()
             if self.failed is not None or self._ending.is_set():
                 break
             if time.monotonic() - began_s > self._care.healthy_s:
