@@ -31,6 +31,7 @@ from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.device_resize import DeviceMosaic
 from wam_policy_ros.engine.fast_attention import CudnnFp8Attention, Fp8Scales, PlainFp8Attention
 from wam_policy_ros.engine.fp8 import fp8_for
+from wam_policy_ros.engine.kernels.launch import collecting, compile_together
 from wam_policy_ros.engine.noise import counted_normal
 from wam_policy_ros.engine.policy import DreamZeroPolicy, with_config
 from wam_policy_ros.engine.preprocess import stitch_views
@@ -170,6 +171,21 @@ def test_schedules_and_guidance_under_graphs(options):
     assert len(on.path.graphs) == recorded
 
 
+def test_branches_beside_each_other_give_the_bits_of_one_after_the_other(wide):
+    """On two streams of a graph, and without graphs; with windows that were recorded without being run among them."""
+    beside = with_config(wide, branches="beside")
+    beside.prepare()
+    off = with_config(beside, graphs=False)
+    sessions = [beside.open(), beside.open()]
+    expected = run(off, (1, 4, 4, 4))
+    for i, frames in enumerate((1, 4, 4, 4)):
+        for session in sessions:
+            assert same(beside.infer(session, look(beside.spec, i, frames=frames)), expected[i])
+    for session in sessions:
+        beside.close(session)
+    assert beside.path.pool.made == 2
+
+
 def test_nothing_is_recorded_after_preparing(wide):
     """First calls, a restart, another instruction beside the old window, a reset, with a video and without."""
     policy = with_config(wide)  # with windows of its own
@@ -283,7 +299,13 @@ KERNELS = {"narrow": SIZES["tiny"], "wide": SIZES["tiny"]._replace(heads=2, head
 @pytest.mark.parametrize("sizes", KERNELS.values(), ids=KERNELS)
 def test_kernels_equal_their_twins(sizes):
     torch.manual_seed(0)
-    found = {case.name: (case.error(), case.bound) for case in cases(sizes, DEVICE)}
+    chosen = list(cases(sizes, DEVICE))
+    with collecting() as noted:
+        for case in chosen:
+            case.work(0)
+    if GPU:
+        assert compile_together(noted, DEVICE) == len(noted) > 0
+    found = {case.name: (case.error(), case.bound) for case in chosen}
     assert len(found) > 10
     assert {name: pair for name, pair in found.items() if not pair[0] <= pair[1]} == {}
 

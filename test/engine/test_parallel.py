@@ -166,6 +166,7 @@ def test_four_ranks_are_a_grid():
         ({"gpus": True}, "gpus"),
         ({"gpus": 2, "step": "fused", "branches": "apart"}, "branches"),
         ({"step": "fused", "branches": "apart", "guidance_scale": 1.0}, "branches"),
+        ({"step": "fused", "branches": "beside", "guidance_scale": 1.0}, "beside"),
         ({"branches": "apart"}, "plain"),
         ({"rank_deadline_s": 0.0}, "rank_deadline_s"),
     ],

@@ -89,6 +89,24 @@ def test_rows_that_are_multiplied(config, want_video, monkeypatch):
     assert all(rows[f"1 {name}"] == rest for name in ("o", "cross_q", "cross_o", "up", "down"))
 
 
+@pytest.mark.parametrize("want_video", [True, False], ids=["video", "actions only"])
+@pytest.mark.parametrize(
+    "config", [FUSED, EIGHT, replace(EIGHT, guidance_steps=(0, 2))], ids=["native", "fp8", "guidance at some steps"]
+)
+def test_branches_beside_each_other(config, want_video, monkeypatch):
+    """Exact against one after the other, which computes the first layer twice; close to both as one batch."""
+    beside, apart, together = (
+        run(policy(replace(config, branches=branches), monkeypatch), want_video)
+        for branches in ("beside", "apart", "together")
+    )
+    limit = LIMITS[config.linears]
+    for a, b, c in zip(beside, apart, together, strict=True):
+        assert np.array_equal(a.actions, b.actions) and a.info == b.info
+        assert np.abs(a.actions - c.actions).max() / np.std(c.actions) < limit
+        if want_video:
+            assert torch.equal(a.video.latents, b.video.latents)
+
+
 def test_the_first_layers_keys_are_held_once(monkeypatch):
     fast, twin = policy(FUSED, monkeypatch), policy(FUSED, monkeypatch, share_first=False)
     slots = [p.path.pool.acquire() for p in (fast, twin)]

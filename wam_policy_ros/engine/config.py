@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "linears": ("native", "fp8"),
     "attention": ("torch", "cudnn", "fp8"),
     "text": ("resident", "streamed"),
-    "branches": ("together", "apart"),
+    "branches": ("together", "beside", "apart"),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -60,8 +60,9 @@ class EngineConfig:
         deterministic: the same weights, seeds and observations give the same bits in every process on the same kind of
             machine, see ``determinism``. The noise is then drawn by ``noise``: another draw than upstream's at the same
             seed. Costs up to half an evaluation per step when nobody looks at the video.
-        branches: of the fused step on one GPU: both guidance branches ``together`` as one batch, or ``apart``, one
-            after the other: slower, and the bits that ``gpus`` gives. The plain step always has them apart.
+        branches: of the fused step on one GPU: both guidance branches ``together`` as one batch; ``beside`` each other,
+            on two streams of a graph; or ``apart``, one after the other: slower. The last two give the bits that
+            ``gpus`` gives. The plain step always has them apart.
         gpus: GPUs of this host that share a step, ``device`` and those after it, each in a process of its own: guidance
             branches first, *exact* against ``apart``; then the sequence of each branch, *numeric*.
         capture_exchange: with ``graphs`` and GPUs that share a branch: record their exchanges, too; False leaves all
@@ -83,7 +84,7 @@ class EngineConfig:
     text: Literal["resident", "streamed"] = "resident"
     graphs: bool = False
     deterministic: bool = False
-    branches: Literal["together", "apart"] = "together"
+    branches: Literal["together", "beside", "apart"] = "together"
     gpus: int = 1
     capture_exchange: bool = True
     rank_deadline_s: float = 10.0
@@ -115,9 +116,9 @@ class EngineConfig:
     def _check_gpus(self) -> None:
         if type(self.gpus) is not int or self.gpus < 1:
             raise ConfigError("gpus must be a whole number from 1 on", got=repr(self.gpus))
-        if self.branches == "apart" and (self.gpus > 1 or self.guidance_scale == 1.0):
+        if self.branches != "together" and (self.gpus > 1 or self.guidance_scale == 1.0):
             raise ConfigError(
-                "branches: apart is for guidance on one GPU",
+                f"branches: {self.branches} is for guidance on one GPU",
                 got=f"gpus: {self.gpus}, guidance_scale: {self.guidance_scale}",
                 remedy="leave branches out",
             )

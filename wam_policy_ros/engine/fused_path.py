@@ -95,6 +95,7 @@ class FusedPath:
             device, enabled=config.graphs and (config.capture_exchange or dit.exchange.ranks == 1)
         )
         self._vae = vae
+        self._beside = config.branches == "beside"
         # Of ranks that share every evaluation: what one of them cannot do, none of them may begin.
         self.agree: Callable[[bool], bool] = lambda here: here
         self._first = None if vae is None else FastFirstFrame(network, vae)
@@ -262,7 +263,7 @@ class FusedPath:
 
         def work() -> tuple[None, None]:
             y = conditioning_slice(slot.ys, start_frame, frames)
-            self.dit.prefill(slot, x, y, cached, start_frame, branches)
+            self.dit.prefill(slot, x, y, cached, start_frame, branches, beside=self._beside)
             return None, None
 
         kind = ("prefill", start_frame, frames, cached)
@@ -356,6 +357,7 @@ class FusedPath:
                 action_steps=inputs.action_steps,
                 state=inputs.state,
                 want_video=with_video,
+                beside=self._beside,
             )
 
         kind = ("evaluate", start, cached, with_video, branches)

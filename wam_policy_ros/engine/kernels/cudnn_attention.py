@@ -18,11 +18,11 @@ down to 7.6e-6 of the largest one in the format's range."""
 
 @dataclass(frozen=True)
 class _Plan:
-    """A graph built for one set of shapes and strides."""
+    """A graph built for one set of shapes and strides. Streams run it side by side, each with memory of its own."""
 
     graph: Any
     uids: dict[str, int]
-    workspace: Tensor
+    workspaces: dict[int, Tensor]
     amax: Tensor
 
 
@@ -81,7 +81,10 @@ class CudnnFp8:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._cudnn.set_stream(handle=self._handle, stream=stream)
         pack = {plan.uids[name]: tensor.data_ptr() for name, tensor in given.items()}
-        plan.graph.execute(pack, plan.workspace.data_ptr(), handle=self._handle)
+        if stream not in plan.workspaces:
+            size = max(plan.graph.get_workspace_size(), 1)
+            plan.workspaces[stream] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        plan.graph.execute(pack, plan.workspaces[stream].data_ptr(), handle=self._handle)
         return out
 
     def _build(self, tensors: dict[str, Tensor]) -> _Plan:
@@ -121,9 +124,8 @@ class CudnnFp8:
                 remedy="set attention: cudnn",
             ) from error
         nodes |= {"o": out, "amax_s": amax_s, "amax_o": amax_o}
-        workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=self._device)
         uids = {name: node.get_uid() for name, node in nodes.items()}
-        return _Plan(graph, uids, workspace, torch.zeros(2, 1, device=self._device))
+        return _Plan(graph, uids, {}, torch.zeros(2, 1, device=self._device))
 
     def _scalar(self, value: float) -> Tensor:
         return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=self._device)
