@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from wam_policy_ros.model.config import DreamZeroConfig
+from wam_policy_ros.tools.bench_suite import scaling
 from wam_policy_ros.tools.bench_suite.from_files import config_json
 from wam_policy_ros.tools.bench_suite.markdown import speed_table
 from wam_policy_ros.tools.bench_suite.records import BENCH, load_anchors
@@ -71,6 +72,16 @@ def test_the_readme_shows_what_was_measured():
     assert shown is not None
     report = json.loads(REPORT.read_text(encoding="utf-8")) if REPORT.is_file() else None
     assert shown.group(1) == speed_table(report, load_anchors())
+
+
+def test_the_readme_shows_what_was_measured_on_two_gpus():
+    """`wam bench table bench/h200_gpus.json` writes the lines between the marks."""
+    shown = re.search(r"<!-- gpus -->\n(.*?)\n<!-- /gpus -->", README.read_text(encoding="utf-8"), re.S)
+    report = json.loads((BENCH / "h200_gpus.json").read_text(encoding="utf-8"))
+    assert shown is not None and shown.group(1) == scaling.markdown(report)
+    one = json.loads(REPORT.read_text(encoding="utf-8"))["rows"]
+    both = {(r["configuration"], r["evaluations"]): r["step_s"] for r in report["rows"] if r["gpus"] == 1}
+    assert both == {(r["configuration"], r["evaluations"]): r["step_s"] for r in one if r["configuration"] != "plain"}
 
 
 def test_table_command(tmp_path, capsys):

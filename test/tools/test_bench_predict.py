@@ -107,16 +107,43 @@ def test_a_row_without_positions_is_refused():
         prediction.predict_row(row, LAYOUTS[0], FREE, CFG, video=False)
 
 
-def test_the_shipped_prediction_is_what_its_inputs_give_and_the_readme_shows():
+@pytest.mark.parametrize(("file", "mark"), [("prediction.json", "prediction"), ("prediction_refit.json", "refit")])
+def test_the_shipped_prediction_is_what_its_inputs_give_and_the_readme_shows(file, mark):
     """``wam bench predict --json bench/prediction.json`` wrote it before the runs that it is about; it stays as it is,
-    with what it was made from, when the report of one GPU is measured anew."""
-    shipped = json.loads((BENCH / "prediction.json").read_text(encoding="utf-8"))
+    with what it was made from, when the report of one GPU is measured anew. The other one was fitted to two GPUs."""
+    shipped = json.loads((BENCH / file).read_text(encoding="utf-8"))
+    note = {"note": shipped["note"]} if "note" in shipped else {}
     about = shipped["from"]
     report = {"video": about["video"], "provenance": {name: about[name] for name in ("commit", "gpu", "date")}}
     made = predict(report, shipped["inputs"], Assumptions(**shipped["assumed"]), about["file"])
-    assert json.loads(json.dumps(made)) == shipped
-    shown = re.search(r"<!-- prediction -->\n(.*?)\n<!-- /prediction -->", README.read_text(encoding="utf-8"), re.S)
-    assert shown is not None and shown.group(1) == table(shipped)
+    assert json.loads(json.dumps(made | note)) == shipped
+    shown = re.search(rf"<!-- {mark} -->\n(.*?)\n<!-- /{mark} -->", README.read_text(encoding="utf-8"), re.S)
+    expected = table(shipped)
+    if mark == "refit":
+        assert "re-fitted" in shipped["note"]
+        expected = expected.replace("2 GPUs (2x1), predicted", "2 GPUs (2x1), fitted")
+    assert shown is not None and shown.group(1) == expected
+
+
+def test_the_fit_is_as_close_as_the_readme_says():
+    rows = json.loads((BENCH / "h200_gpus.json").read_text(encoding="utf-8"))["rows"]
+    two = {(r["configuration"], r["evaluations"]): r["step_s"]["p50"] * 1e3 for r in rows if r["gpus"] == 2}
+    fitted = json.loads((BENCH / "prediction_refit.json").read_text(encoding="utf-8"))["rows"]
+    errors = [r["step_ms"] / two[r["configuration"], r["evaluations"]] - 1 for r in fitted if r["gpus"] == 2]
+    assert len(errors) == 6 and max(map(abs, errors)) < 0.016
+    assert "within 1.6 % of its six rows" in README.read_text(encoding="utf-8")
+
+
+def test_only_rows_of_one_gpu_are_predicted_from(tmp_path, capsys):
+    report = json.loads((BENCH / "h200_gpus.json").read_text(encoding="utf-8"))
+    assert len(report["rows"]) == 12
+    words = ["bench", "predict", "--from", str(BENCH / "h200_gpus.json"), "--note", "why"]
+    assert main([*words, "--json", str(tmp_path / "p.json")]) == 0
+    made = json.loads((tmp_path / "p.json").read_text())
+    one = {r["evaluations"]: round(r["step_s"]["p50"] * 1e3, 1) for r in report["rows"]
+           if (r["gpus"], r["configuration"]) == (1, "fp8")}  # fmt: skip
+    assert made["note"] == "why" and len(made["inputs"]) == 6
+    assert {r["evaluations"]: r["one_gpu_ms"] for r in made["rows"] if r["configuration"] == "fp8"} == one
 
 
 def test_command(tmp_path, capsys):

@@ -3,7 +3,8 @@
 The weights are drawn, or stored, in the network's dtype and widened for the reference as they are used, so that only
 arithmetic differs. Calls of one session go through every configuration; noise, instruction and pictures are the same.
 Reported are the input of every block and both flows of one evaluation at the same samples, and the actions of whole
-calls. Everything is printed and written as soon as it is known.
+calls. Everything is printed and written as soon as it is known. Exit status 1: a configuration is outside the bounds
+that it declares (``EngineConfig.bounds``), or something is not finite.
 
 The text encoder runs in the network's dtype for all of them, and resident: its result is an input here. Graphs are off:
 a replay has the bits of the call it was recorded from.
@@ -12,6 +13,7 @@ a replay has the bits of the call it was recorded from.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.config import Bounds, EngineConfig
 from wam_policy_ros.engine.encode import PromptEncoder
 from wam_policy_ros.engine.fused_path import FusedPath
 from wam_policy_ros.engine.plain_path import PlainPath
@@ -101,15 +103,17 @@ def run(args: argparse.Namespace) -> int:
                 policy = reconfigured(policy, engine_config(name, args.evaluations, gpu=gpu, changes=options))
                 free_memory(policy.network.device)
             row["tier"] = policy.config.tier
+            row["bounds"] = dataclasses.asdict(policy.config.bounds)
             with stages.stage(f"{name}: {args.calls} calls and an evaluation"):
                 compare(policy, reference, row, save)
+            row["outside"] = outside(row, policy.config.bounds)
             save()
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
     print(table(report))
     if args.json:
         print(f"written: {args.json}")
-    return 0
+    return 1 if any(row["outside"] for row in report["rows"]) else 0
 
 
 class _Widened(nn.Linear):
@@ -264,6 +268,23 @@ def compare(policy: DreamZeroPolicy, reference: Outcome, row: dict[str, Any], sa
     row |= {"video_flow": _relative(video, reference.video), "action_flow": _relative(action, reference.action)}
 
 
+def outside(row: dict[str, Any], bounds: Bounds) -> list[str]:
+    """What of a row is more than ``bounds`` allow, in words; what is not finite is."""
+    found = {
+        "block_input": max(row["block_input"], key=_or_infinite),
+        "flow": max(row["video_flow"], row["action_flow"], key=_or_infinite),
+        "actions": max((call["rms"] / call["spread"] for call in row["actions"]), key=_or_infinite),
+    }
+    limits = dataclasses.asdict(bounds)
+    return [f"{name} {value:.4g}, allowed {limits[name]:g}" for name, value in found.items()
+            if not value <= limits[name]]  # fmt: skip
+
+
+def _or_infinite(value: float) -> float:
+    """``max`` overlooks what is not a number."""
+    return value if value == value else float("inf")
+
+
 def _relative(a: Tensor, b: Tensor) -> float:
     return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b))
 
@@ -286,6 +307,9 @@ def table(report: dict[str, Any]) -> str:
             row["configuration"].ljust(10) + "".join(f"{v:11.2e}" for v in picked)
             + f"{row['video_flow']:10.2e}{row['action_flow']:10.2e}   {calls}"
         )  # fmt: skip
+    for row in report["rows"]:
+        lines.append(f"{row['configuration']}: " + ("OUTSIDE its bounds: " + "; ".join(row["outside"]) if row["outside"]
+                     else "within " + ", ".join(f"{k} {v:g}" for k, v in row["bounds"].items())))  # fmt: skip
     if "random" in report["network"]:
         lines.append("random weights amplify errors; a trained network's numbers will differ")
     return "\n".join(lines)

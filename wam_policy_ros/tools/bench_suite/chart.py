@@ -15,7 +15,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Write a PNG. Bars of one number of evaluations stand together; the stages of our own are stacked."""
     groups = [str(e) for e in report["evaluations"]]
     ours = [(name, gpus) for name in report["configurations"] for gpus in sorted(report.get("gpus", [1]))]
-    names = [*([] if not report.get("anchors") else [("upstream", 1)]), *ours]
+    upstream = {("upstream", n): measured for n in sorted(report.get("gpus", [1]))
+                if (measured := _upstream(report, n))}  # fmt: skip
+    names = [*upstream, *ours]
     rows = {((r["configuration"], r.get("gpus", 1)), str(r["evaluations"])): r for r in report["rows"]}
     stages = ["preprocess", "first_frame", "vae_encode", "prefill", "denoise"]
     figure, axis = plt.subplots(figsize=(9, 4.8))
@@ -23,18 +25,18 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for index, name in enumerate(names):
         for group, evaluations in enumerate(groups):
             x = group + (index - (len(names) - 1) / 2) * width
-            if name == ("upstream", 1):
-                value = report["anchors"].get(evaluations)
+            if name in upstream:
+                value = upstream[name].get(evaluations)
                 if value is not None:
-                    axis.bar(
-                        x, value, width * 0.92, color="0.75", label="upstream's code, measured" if group == 0 else None
-                    )
-                    axis.text(x, value, f"{value:.0f}", ha="center", va="bottom", fontsize=7)
+                    label = "upstream's code, measured" if group == index == 0 else None
+                    axis.bar(x, value, width * 0.92, color="0.75", label=label)
+                    title = f"{value:.0f}" if name[1] == 1 else f"x{name[1]}\n{value:.0f}"
+                    axis.text(x, value, title, ha="center", va="bottom", fontsize=7)
                 continue
             row = rows.get((name, evaluations))
             if row is None or "step_s" not in row:
                 continue
-            total, title = row["step_s"]["p50"] * 1e3, name[0] if name[1] == 1 else f"{name[0]} x{name[1]}"
+            total, title = row["step_s"]["p50"] * 1e3, name[0] if name[1] == 1 else f"{name[0]}\nx{name[1]}"
             means = _mean_stages(row)
             bottom = 0.0
             for k, stage in enumerate(stages):
@@ -49,14 +51,27 @@ def draw(report: dict[str, Any], path: Path) -> None:
     axis.margins(y=0.15)
     where = report["provenance"]
     machine = where["gpu"]["name"] if where["gpu"] else where["cpu"]
-    axis.set_title(
-        f"{report['network']}; {machine}; torch {where['torch']}; {(where['commit'] or 'unknown')[:10]}", fontsize=9
-    )
+    axis.set_title(f"{report['network']}; {machine}; torch {where['torch']}; {_commit(where)}", fontsize=9)
     axis.legend(fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _commit(where: dict[str, Any]) -> str:
+    """The first one where rows are of several."""
+    return str(where["commit"] or "unknown").replace(",", " ").split()[0][:10]
+
+
+def _upstream(report: dict[str, Any], gpus: int) -> dict[str, float]:
+    """Milliseconds of upstream's code by number of evaluations; nothing where the report compares with nothing."""
+    if not report.get("anchors"):
+        return {}
+    if gpus == 1:
+        return dict(report["anchors"])
+    rows = [r for r in report["rows"] if r.get("gpus", 1) == gpus and "upstream_ms" in r.get("scaling", {})]
+    return {str(r["evaluations"]): r["scaling"]["upstream_ms"] for r in rows}
 
 
 def _mean_stages(row: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""``wam bench predict``: milliseconds per step on 2, 4 and 8 GPUs, predicted from a report of one. No torch."""
+"""``wam bench predict``: milliseconds per step on 2, 4 and 8 GPUs, predicted from a report of one. No torch.
+
+Of a report on several numbers of GPUs the rows of one GPU are taken.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="what wam bench step --json wrote on one GPU; default bench/h200_step.json")  # fmt: skip
     names = ", ".join(f.name for f in dataclasses.fields(Assumptions))
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help=f"one of {names}")
+    parser.add_argument("--note", help="kept with the prediction: what it is for, what its assumptions rest on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the prediction")
     parser.add_argument("--table", action="store_true", help="the README's table alone")
 
@@ -36,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError("no report of wam bench step", got=f"{args.report}: {error!r}") from error
     made = predict(report, rows, assumptions(args.assume), args.report.name)
+    made |= {} if args.note is None else {"note": args.note}
     if args.json:
         write_json(made, args.json)
     print(table(made) if args.table else text(made))
@@ -53,7 +58,7 @@ def assumptions(words: list[str]) -> Assumptions:
 def predict(report: dict[str, Any], rows: list[dict[str, Any]], assumed: Assumptions, source: str) -> dict[str, Any]:
     """Of every fused row, on every layout."""
     cfg = DreamZeroConfig.dreamzero_14b()
-    fused = [r for r in rows if r["configuration"] in COLUMNS and "step_s" in r]
+    fused = [r for r in rows if r["configuration"] in COLUMNS and "step_s" in r and r.get("gpus", 1) == 1]
     if not fused:
         raise ConfigError("nothing to predict from", got=source, expected=f"rows of {list(COLUMNS)}")
     return {

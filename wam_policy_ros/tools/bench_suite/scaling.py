@@ -60,7 +60,7 @@ def markdown(report: Report) -> str:
     rows = {(r["configuration"], r["evaluations"], r.get("gpus", 1)): r for r in report["rows"]}
     counts = sorted(report["gpus"])
     head = ["evaluations", "", *(f"{n} GPU{'s' if n > 1 else ''}" for n in counts)]
-    titles = ("speedup on {}", "predicted for {}", "upstream on {}")
+    titles = ("speedup on {}", "per GPU", "predicted for {}", "upstream on {}", "exchanged MB", "GiB per GPU")
     head += [title.format(n) for n in counts if n > 1 for title in titles]
     out = [head, ["---"] * len(head)]
     for evaluations in report["evaluations"]:
@@ -70,9 +70,11 @@ def markdown(report: Report) -> str:
                      for r in found]  # fmt: skip
             for row in (r for r, n in zip(found, counts, strict=True) if n > 1):
                 scaling = row.get("scaling", {})
-                cells.append(_number(scaling.get("speedup"), 0, 2))
+                cells += [_number(scaling.get(key), 0, 2) for key in ("speedup", "efficiency")]
                 for name_ms in ("predicted_ms", "upstream_ms"):
                     cells.append(f"{scaling[name_ms]:.0f} ms" if name_ms in scaling else "-")
+                cells.append(_number(row.get("exchange", {}).get("MB"), 0, 1))
+                cells.append(", ".join(f"{g:.0f}" for g in row.get("gpu_peak_GiB", [])) or "-")
             out.append([str(evaluations), name, *cells])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in out)
 
