@@ -40,6 +40,7 @@ from .client_wire import (
     read_actions,
     read_greeting,
     reset_request,
+    timed_as,
 )
 from .codec import Codec, CodecError, pack, unpack
 
@@ -64,6 +65,8 @@ class ClientConfig:
         greeting_s: how long a connected server may withhold its greeting, as it does while it loads.
         retry_s: between two attempts to reach a server that is not there yet.
         action_space: for servers that do not announce it: what their documentation says.
+        follow_timing: take the horizon and the frame offsets that the server announces, as networks of other timing
+            than the published ones have; without, a server that announces others is refused.
     """
 
     link: LinkConfig
@@ -74,6 +77,7 @@ class ClientConfig:
     greeting_s: float = 10.0
     retry_s: float = 1.0
     action_space: str = ""
+    follow_timing: bool = False
 
     def __post_init__(self) -> None:
         profile(self.dialect)
@@ -251,7 +255,7 @@ class RemotePolicy:
         if spec.weights == UNNAMED != self.spec.weights:
             self.disconnect()
             raise PolicyUnavailable(f"the policy server {self._config.link.uri} does not say what it serves")
-        for name in ("cameras", "weights", "random_weights"):
+        for name in ("cameras", "weights", "random_weights", "horizon", "frame_offsets"):
             got, expected = getattr(spec, name), getattr(self.spec, name)
             if got != expected:
                 self.disconnect()
@@ -351,6 +355,8 @@ def _connect(config: ClientConfig, deadline_s: float, cancel: Cancel) -> tuple[L
             raise RemoteError("the greeting of the policy server cannot be read", got=str(error)) from error
         if isinstance(said, dict) and "contract" not in said:
             said = {**said, "contract": fetch_contract(config.link)}
+        if config.follow_timing:
+            expected = timed_as(said, expected)
         spec = read_greeting(said, expected, action_space=config.action_space)
     except BaseException:
         link.close()

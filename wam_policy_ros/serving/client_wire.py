@@ -127,6 +127,25 @@ def read_greeting(greeting: object, expected: PolicySpec, *, action_space: str =
     )
 
 
+def timed_as(greeting: object, expected: PolicySpec) -> PolicySpec:
+    """``expected`` with the horizon and the frame offsets that a server's contract announces, where it does.
+
+    Raises:
+        ContractMismatch: it announces impossible ones.
+    """
+    contract = _maps(_maps(greeting).get("contract"))
+    horizon = contract.get("horizon", expected.horizon)
+    offsets = _maps(contract.get("frames_per_call")).get("offsets_steps", list(expected.frame_offsets))
+    if type(horizon) is not int or horizon < 1:
+        raise ContractMismatch("the policy server announces an impossible horizon", got=horizon, expected="rows")
+    whole = isinstance(offsets, list | tuple) and bool(offsets) and all(type(o) is int for o in offsets)
+    if not whole or sorted(set(offsets)) != list(offsets) or offsets[-1] != 0:
+        raise ContractMismatch(
+            "the policy server announces impossible frame offsets", got=offsets, expected="rising, the last one 0"
+        )
+    return replace(expected, horizon=horizon, frame_offsets=tuple(offsets))
+
+
 def _fingerprint(told: object) -> Fingerprint | None:
     """The server's; None when it does not say it, or in a way that this version does not understand."""
     try:

@@ -190,6 +190,12 @@ class World:
         return Outcome(self._success, self._held, self._lifted() if self.task else 0.0, far)
 
     @property
+    def raised_m(self) -> dict[str, float]:
+        """Thing -> height (m) above where it lay at the reset."""
+        rise = self._thing_positions()[:, 2] - self._rest[:, 2]
+        return {n: float(z) for n, z in zip(objects.THINGS, rise, strict=True)}
+
+    @property
     def joint_ranges(self) -> Array:
         """``[2, 7]`` lowest and highest, rad."""
         return self._ranges.copy()

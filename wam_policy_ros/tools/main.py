@@ -23,6 +23,7 @@ COMMANDS = {
     "golden": "compare the engine with recorded reference runs",
     "quantize": "write an FP8 checkpoint, which loads in seconds",
     "train": "make a small network that lifts things in the simulator: all, dagger, eval",
+    "eval": "success of a policy in the simulator, closed loop: engine, policy server, controls, price list of tiers",
     "data": "record the scripted expert in the simulator as a LeRobot data set",
     "bench": "measure: step, and what else wam bench --help lists",
 }

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,15 +138,28 @@ def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def evaluate(
-    what: Rollouts, seeds: Sequence[int], *, workers: int, seconds: float | None = None
-) -> tuple[list[Outcome], list[str]]:
-    """Outcomes of as many of the seeds as there was time for, in order and without gaps, and errors of processes."""
+    what: Any,
+    seeds: Sequence[int],
+    *,
+    workers: int,
+    seconds: float | None = None,
+    player: Callable[[Any], Any] = Player,
+    on_outcome: Callable[[Any], None] = lambda outcome: None,
+) -> tuple[list[Any], list[str]]:
+    """Outcomes of as many of the seeds as there was time for, in order and without gaps, and errors of processes.
+
+    Args:
+        what: ``Rollouts``, or what ``player`` is made of; anything that can be pickled and has ``threads``.
+        player: of one process: an object whose ``play(seed)`` gives an ``Outcome``.
+        on_outcome: told each one as it comes, in any order.
+    """
     context = multiprocessing.get_context("spawn")
     news: Any = context.Queue()
     turn, stop = context.Value("l", 0), context.Event()
     count = min(workers, len(seeds))
     processes = [
-        context.Process(target=_play, args=(what, list(seeds), turn, stop, news), daemon=True) for _ in range(count)
+        context.Process(target=_play, args=(player, what, list(seeds), turn, stop, news), daemon=True)
+        for _ in range(count)
     ]
     for p in processes:
         p.start()
@@ -160,7 +173,11 @@ def evaluate(
             if not any(p.is_alive() for p in processes) and news.empty():
                 break
             continue
-        (errors if isinstance(found, str) else outcomes).append(found)
+        if isinstance(found, str):
+            errors.append(found)
+        else:
+            outcomes.append(found)
+            on_outcome(found)
     stop.set()
     for p in processes:
         p.join(0.5 if time.monotonic() >= end else 10.0)
@@ -169,10 +186,10 @@ def evaluate(
     return without_gaps(outcomes, seeds), errors
 
 
-def _play(what: Rollouts, seeds: list[int], turn: Any, stop: Any, news: Any) -> None:
+def _play(make: Callable[[Any], Any], what: Any, seeds: list[int], turn: Any, stop: Any, news: Any) -> None:
     try:
         torch.set_num_threads(what.threads)
-        player = Player(what)
+        player = make(what)
         while not stop.is_set():
             with turn.get_lock():
                 k = turn.value

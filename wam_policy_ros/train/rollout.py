@@ -42,6 +42,12 @@ class Outcome:
     calls_s: list[float] = field(default_factory=list)
 
 
+def _is_seen(tick: int, next_call: int, execute: int, offsets: tuple[int, ...]) -> bool:
+    """Whether the next call or one after it looks at the frame of this tick."""
+    calls = range(next_call, tick - min(offsets) + 1, execute)
+    return tick == next_call or any(tick - call in offsets for call in calls)
+
+
 def roll_out(
     world: World,
     policy: Policy,
@@ -90,7 +96,7 @@ def roll_out(
             for row in chunk.actions[:execute]:
                 on_tick(frame, row)
                 tick += 1
-                seen = tick == next_call or (tick - next_call) in offsets
+                seen = _is_seen(tick, next_call, execute, offsets)
                 frame = world.step(row[:7], float(row[7] > GRIPPER_THRESHOLD), images=seen)
                 if seen:
                     recent[tick] = frame

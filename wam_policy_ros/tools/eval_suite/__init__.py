@@ -1,0 +1,1 @@
+"""Parts of ``wam eval``: doors to a policy, controls, episodes, statistics, pictures."""

@@ -1,0 +1,176 @@
+"""One seed, played: what happened, and what was told the arm."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wam_policy_ros.contract.interface import ActionChunk
+from wam_policy_ros.sim.tasks import LIFT_M
+from wam_policy_ros.sim.world import Frame, World
+from wam_policy_ros.train.rollout import roll_out
+
+from .controls import BLANK
+from .doors import Rounded, Say, open_door
+from .plan import Plan
+
+Array = npt.NDArray[np.float64]
+GREY = 127
+
+
+@dataclass(frozen=True)
+class Call:
+    """One answer of the policy.
+
+    Attributes:
+        tick: at which it was asked; rows: ``[N, 8]``.
+        predicted: uint8 ``[P, H, W, 3]``, evenly spread over the ticks behind it; None: no video.
+        covers: ticks that the video covers.
+    """
+
+    tick: int
+    rows: Array
+    predicted: npt.NDArray[np.uint8] | None = None
+    covers: int = 0
+
+
+@dataclass(frozen=True)
+class Episode:
+    """How a seed went.
+
+    Attributes:
+        ticks: until success or the end.
+        highest_m: of the task's thing above where it lay, at most.
+        moved_m: thing -> how far (m) from where it lay it ended; only those that were moved.
+        taken: things other than the task's that were lifted as high as counts as lifted.
+        actions_sha256: of the rows that were executed, float64 little-endian, gripper as the policy gave it.
+        calls_s: seconds per call of the policy.
+        policy: what the policy says of itself; JSON.
+        executed: ``[ticks, 8]``.
+    """
+
+    seed: int
+    task: str
+    instruction: str
+    success: bool
+    ticks: int
+    highest_m: float
+    moved_m: dict[str, float]
+    taken: tuple[str, ...]
+    actions_sha256: str
+    calls_s: tuple[float, ...]
+    policy: dict[str, Any]
+    executed: Array = field(repr=False)
+
+    def row(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "seed": self.seed,
+            "task": self.task,
+            "instruction": self.instruction,
+            "success": self.success,
+            "ticks": self.ticks,
+            "highest_m": round(self.highest_m, 4),
+            "moved_m": {n: round(d, 4) for n, d in self.moved_m.items()},
+            "others_taken": list(self.taken),
+            "calls": len(self.calls_s),
+            "actions_sha256": self.actions_sha256,
+        }
+
+
+def sha256_of(rows: Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(rows, dtype="<f8").tobytes()).hexdigest()
+
+
+def sha256_of_all(episodes: Iterable[Episode]) -> str:
+    """One name for what was executed in all episodes: of their seeds and hashes, by seed."""
+    lines = [f"{e.seed} {e.actions_sha256}\n" for e in sorted(episodes, key=lambda e: e.seed)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+class EpisodePlayer:
+    """Plays seeds of a plan in one process. Made and used in one thread."""
+
+    def __init__(self, plan: Plan, say: Say = lambda line: None) -> None:
+        self.plan, self.world = plan, World()
+        self.policy, self.execute = open_door(plan, self.world, say)
+        self.about = about(self.policy, self.execute)
+
+    def play(self, seed: int) -> Episode:
+        task, words = self.plan.chosen(seed)
+        executed: list[Array] = []
+        calls: list[tuple[int, ActionChunk]] = []
+        high: set[str] = set()
+
+        def look() -> None:
+            high.update(n for n, z in self.world.raised_m.items() if z > LIFT_M)
+
+        def on_tick(frame: Frame, row: Array) -> None:
+            executed.append(np.array(row, dtype=np.float64))
+            look()
+
+        out = roll_out(
+            self.world,
+            self.policy,
+            seed,
+            task,
+            words,
+            execute=self.execute,
+            max_ticks=self.plan.max_ticks,
+            on_call=lambda frame, chunk: calls.append((frame.tick, chunk)),
+            on_tick=on_tick,
+            change=_grey if self.plan.control == BLANK else lambda frames: frames,
+        )
+        look()
+        episode = Episode(
+            seed=seed, task=task.name, instruction=words, success=out.success, ticks=out.ticks,
+            highest_m=out.lifted_m, moved_m=dict(self.world.outcome.moved_m),
+            taken=tuple(sorted(high - {task.target})), actions_sha256=sha256_of(np.array(executed)),
+            calls_s=tuple(out.calls_s), policy=self.about, executed=np.array(executed),
+        )  # fmt: skip
+        if self._is_drawn(episode):
+            self._draw(episode, calls)
+        return episode
+
+    def close(self) -> None:
+        self.world.close()
+
+    def _is_drawn(self, episode: Episode) -> bool:
+        if not self.plan.pictures or (episode.success and not self.plan.every):
+            return False
+        folder = Path(self.plan.pictures)
+        folder.mkdir(parents=True, exist_ok=True)
+        return len(list(folder.glob("*.mp4"))) < self.plan.shown
+
+    def _draw(self, episode: Episode, calls: list[tuple[int, ActionChunk]]) -> None:
+        from .pictures import draw  # matplotlib and av only where somebody wants pictures
+
+        spec = self.policy.spec
+        covers = int(spec.details.get("execute_steps") or spec.horizon)
+        made = [Call(t, c.actions, self.policy.render_video(c), covers) for t, c in calls]
+        draw(self.world, episode, made, Path(self.plan.pictures), self.about["weights"])
+
+
+def _grey(frames: dict[str, Any]) -> dict[str, Any]:
+    return {name: np.full_like(pixels, GREY) for name, pixels in frames.items()}
+
+
+def about(policy: Rounded, execute: int) -> dict[str, Any]:
+    """What a policy says of itself and how it is executed; JSON-serialisable."""
+    spec = policy.spec
+    details = {k: v for k, v in spec.details.items() if isinstance(v, str | int | float | bool | None)}
+    return {
+        "weights": spec.weights,
+        "random_weights": spec.random_weights,
+        "horizon": spec.horizon,
+        "frame_offsets": list(spec.frame_offsets),
+        "execute": execute,
+        "details": {k: v for k, v in details.items() if k != "uri"} | dict(spec.details.get("server", {})),
+        "fingerprint": spec.fingerprint.as_dict() if spec.fingerprint else None,
+    }
