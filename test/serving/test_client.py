@@ -29,6 +29,7 @@ from wam_policy_ros.contract.fakes import example_observation, spec_of
 from wam_policy_ros.contract.interface import Observation, Policy, ResetReason
 from wam_policy_ros.serving.client import ClientConfig, RemotePolicy, connect_policy
 from wam_policy_ros.serving.client_link import LinkConfig
+from wam_policy_ros.serving.client_wire import timed_as
 from wam_policy_ros.serving.codec import pack
 
 from .script_server import GREETING, ScriptServer, rows
@@ -552,3 +553,26 @@ def test_no_torch_and_no_ros() -> None:
         "print([m for m in ('torch', 'rclpy', 'cv2', 'triton') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# -- timing of the server -----------------------------------------------------------------------------------------
+
+
+def _timed(horizon: Any, offsets: Any) -> dict[str, Any]:
+    return {**GREETING, "contract": {"horizon": horizon, "frames_per_call": {"offsets_steps": offsets}}}
+
+
+def test_timing_of_another_network_is_refused_unless_it_is_to_be_followed() -> None:
+    with ScriptServer(greeting=_timed(16, [-6, -4, -2, 0])) as server:
+        with pytest.raises(ContractMismatch, match="horizon"):
+            connect(server.uri)
+        policy = connect(server.uri, follow_timing=True)
+        assert (policy.spec.horizon, policy.spec.frame_offsets) == (16, (-6, -4, -2, 0))
+        policy.disconnect()
+
+
+@pytest.mark.parametrize(("horizon", "offsets"), [(0, [0]), ("16", [0]), (16, [-2, -4, 0]), (16, [-2]), (16, [])])
+def test_impossible_timing_is_not_followed(horizon: Any, offsets: Any) -> None:
+    with pytest.raises(ContractMismatch, match="impossible"):
+        timed_as(_timed(horizon, offsets), SPEC)
+    assert timed_as(GREETING, SPEC) == SPEC

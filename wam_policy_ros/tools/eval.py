@@ -14,6 +14,8 @@ from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError, WamError
 
+from .lazy import load
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("which policy")
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("MUJOCO_GL", "egl")
+    load("eval_suite.episode", "wam eval")  # says which extra is missing
     from .eval_suite.plan import seed_range
     from .eval_suite.tiers import tier_names
 

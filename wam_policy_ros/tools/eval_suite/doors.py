@@ -111,7 +111,7 @@ def serve_words(plan: Plan) -> list[str]:
 
 @contextlib.contextmanager
 def serving(plan: Plan, say: Say = lambda line: None, *, start_s: float = 900.0) -> Iterator[Plan]:
-    """The plan with an address: a ``wam serve`` of its own on a free port, unless the plan has one already.
+    """The plan of its client: a ``wam serve`` of its own on a free port, unless the plan has one already.
 
     Raises:
         ConfigError: the server ended instead of listening; its last words are in the message.
@@ -130,7 +130,8 @@ def serving(plan: Plan, say: Say = lambda line: None, *, start_s: float = 900.0)
             server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
         try:
             say(f"starting wam serve on port {port}")
-            served = replace(plan, url=f"ws://127.0.0.1:{port}")
+            control = BLANK if plan.control == BLANK else ""  # the others are the server's policy
+            served = replace(plan, url=f"ws://127.0.0.1:{port}", checkpoint=None, random_weights=None, control=control)
             _wait(served, server, log, start_s)
             yield served
         finally:

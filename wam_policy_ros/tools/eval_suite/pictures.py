@@ -16,7 +16,7 @@ from wam_policy_ros.train.rollout import GRIPPER_THRESHOLD
 
 from .episode import Call, Episode
 
-JOINTS = (*(f"joint {k}" for k in range(1, 8)), "gripper")
+JOINTS = (*(f"joint {k}" for k in range(1, 8)), "gripper (finger)")
 
 
 def draw(world: World, episode: Episode, calls: Sequence[Call], folder: Path, weights: str) -> tuple[Path, Path]:

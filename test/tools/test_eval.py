@@ -1,0 +1,283 @@
+"""``wam eval``: doors that give the same bits, controls that succeed and fail, statistics, reports, pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("mujoco", reason="mujoco is not installed: pip install 'wam_policy_ros[sim]'")
+
+import torch
+
+from test.tiny_checkpoint import edit_json, write_checkpoint
+from wam_policy_ros.contract.errors import ConfigError, ContractMismatch
+from wam_policy_ros.serving.client import ClientConfig, connect_policy
+from wam_policy_ros.serving.client_link import LinkConfig
+from wam_policy_ros.sim.errors import RenderingUnavailable, UnknownTask
+from wam_policy_ros.tools.eval import price_list
+from wam_policy_ros.tools.eval_suite import doors, summary
+from wam_policy_ros.tools.eval_suite.episode import Episode, EpisodePlayer, sha256_of, sha256_of_all
+from wam_policy_ros.tools.eval_suite.paired import Paired
+from wam_policy_ros.tools.eval_suite.plan import Plan, seed_range, task_names
+from wam_policy_ros.tools.eval_suite.tiers import tier_names, with_tier
+from wam_policy_ros.tools.main import main
+
+OFFSETS, EXECUTE = (-3, -2, -1, 0), 4
+
+
+def player(plan: Plan) -> EpisodePlayer:
+    try:
+        return EpisodePlayer(plan)
+    except RenderingUnavailable as error:
+        pytest.skip(str(error))
+
+
+def played(plan: Plan, *seeds: int) -> list[Episode]:
+    made = player(plan)
+    try:
+        return [made.play(s) for s in seeds]
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights, and timing of its own."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("eval") / "tiny")
+    block = {"frame_offsets": list(OFFSETS), "execute_steps": EXECUTE, "evaluations": 5, "guidance_scale": 1.0}
+    edit_json(folder / "experiment_cfg" / "metadata.json", lambda m: m["oxe_droid"].update(inference=block))
+    return str(folder)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- doors --------------------------------------------------------------------------------------------------------
+
+
+def test_both_doors_move_the_arm_alike_bit_for_bit(checkpoint: str, one_thread: None, tmp_path: Path) -> None:
+    plan = Plan(checkpoint=checkpoint, device="cpu", options=(("deterministic", True),), max_ticks=12)
+    pictures = replace(plan, pictures=str(tmp_path), shown=1)  # who watches does not change what is done
+    (here, other) = played(pictures, 3, 4)
+    with doors.serving(replace(plan, door="openpi")) as served:
+        with pytest.raises(ContractMismatch, match="frames"):
+            connect_policy(ClientConfig(LinkConfig(f"{served.url}/vllm_omni"), dialect="vllm_omni"))
+        (there,) = played(served, 3)
+        (blank,) = played(replace(served, control="blank-cameras"), 3)
+    assert len(here.calls_s) == 3 and here.policy["execute"] == there.policy["execute"] == EXECUTE
+    assert here.policy["fingerprint"]["id"] == there.policy["fingerprint"]["id"]
+    np.testing.assert_array_equal(here.executed, there.executed)
+    assert here.actions_sha256 == there.actions_sha256
+    # It depends on what is seen, and on the scene.
+    assert len({here.actions_sha256, blank.actions_sha256, other.actions_sha256}) == 3
+    _look_at(tmp_path, here)
+
+
+def _look_at(folder: Path, episode: Episode) -> None:
+    import av
+
+    (video,) = folder.glob("*.mp4")
+    with av.open(str(video)) as container:
+        frames = [f.to_ndarray(format="rgb24") for f in container.decode(container.streams.video[0])]
+    assert video.stem == f"seed_3_{episode.task}" and len(frames) == episode.ticks + 1
+    assert min(f[:352, :640].std() for f in frames) > 5, "the observed side is empty"
+    assert max(f[:352, 640:].std() for f in frames) > 5, "no predicted frame was drawn"
+    assert video.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    server = doors.serving(Plan(door="openpi", checkpoint=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"did not start.*config\.json"), server:
+        pass
+
+
+# -- controls -----------------------------------------------------------------------------------------------------
+
+
+def test_the_expert_succeeds_and_standing_still_does_not(tmp_path: Path) -> None:
+    (lifted,) = played(Plan(control="expert", tasks=("lift_mug",)), 0)
+    assert lifted.success and lifted.highest_m > 0.1 and lifted.taken == () and set(lifted.moved_m) == {"mug"}
+    (still,) = played(Plan(control="hold", tasks=("lift_mug",), max_ticks=48), 0)
+    assert not still.success and still.ticks == 48 and still.moved_m == {} and abs(still.highest_m) < 0.01
+
+
+def test_what_was_taken_instead_is_told() -> None:
+    """The expert is told the apple, what counts is the mug: no success, and the report says what was taken."""
+    plan = Plan(control="expert", tasks=("lift_mug",), max_ticks=90)
+    made = player(plan)
+    made.policy.policy = _Misled(made.policy.policy)
+    episode = made.play(0)
+    made.close()
+    assert not episode.success and episode.taken == ("red_apple",) and episode.moved_m["red_apple"] > 0.1
+    report = summary.summary(plan, range(1), [episode])
+    assert report["others_taken"] == {"red_apple": 1} and report["by_task"]["lift_mug"]["took_another"] == 1
+
+
+class _Misled:
+    """Lifts the red apple whatever is asked for."""
+
+    def __init__(self, expert: Any) -> None:
+        self.spec, self._expert = expert.spec, expert
+
+    def infer(self, session: Any, observation: Any, *, cancelled: Any = None) -> Any:
+        from wam_policy_ros.sim.tasks import TASKS
+
+        world = self._expert.world
+        world.task, asked = TASKS["lift_red_apple"], world.task
+        try:
+            return self._expert.infer(session, observation)
+        finally:
+            world.task = asked
+
+
+def test_another_scene_s_demonstration_is_another_one() -> None:
+    plan = Plan(control="wrong-seed-replay", tasks=("lift_mug",), max_ticks=16)
+    a, b = played(plan, 0, 1)
+    (expert,) = played(replace(plan, control="expert", max_ticks=16), 1)
+    assert a.executed.shape == b.executed.shape == (16, 8)
+    # What is played in scene 0 is what the expert would do in scene 1.
+    np.testing.assert_allclose(a.executed[:8], expert.executed[:8], atol=1e-6)
+    assert not np.allclose(b.executed[:8], expert.executed[:8], atol=1e-3)
+
+
+# -- statistics ---------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_of_a_paired_difference() -> None:
+    """By hand. 36, 12, 2, 0 of 50: shares 0.96 and 0.76 with Wilson's intervals 0.8654 to 0.9890 and 0.6259 to 0.8570;
+    phi = -24 / sqrt(48 * 2 * 38 * 12) = -0.1147; below 0.2 by sqrt(0.0946^2 + 2 * 0.1147 * 0.0946 * 0.0970 + 0.0970^2)
+    = 0.1431, above by sqrt(0.0290^2 + 2 * 0.1147 * 0.0290 * 0.1341 + 0.1341^2) = 0.1404."""
+    assert Paired(36, 12, 2, 0).difference == pytest.approx(0.2)
+    assert Paired(36, 12, 2, 0).interval() == pytest.approx((0.0569, 0.3404), abs=2e-4)
+    # 20, 2, 1, 7 of 30: phi = (138 - 15) / sqrt(22 * 8 * 21 * 9) = 0.6744.
+    assert Paired(20, 2, 1, 7).interval() == pytest.approx((-0.0987, 0.1654), abs=5e-4)
+    low, high = Paired(20, 1, 2, 7).interval()
+    assert (-high, -low) == pytest.approx(Paired(20, 2, 1, 7).interval())  # the other way round, mirrored
+    assert Paired(0, 0, 0, 0).interval() == (-1.0, 1.0)
+
+
+def test_not_worse_needs_enough_episodes_and_a_margin() -> None:
+    assert Paired(95, 0, 0, 5).not_worse(0.05)
+    assert not Paired(19, 0, 0, 1).not_worse(0.05)  # the same outcomes, too few of them
+    assert not Paired(80, 2, 13, 5).not_worse(0.05)
+    with pytest.raises(ConfigError, match="margin"):
+        Paired(1, 0, 0, 0).not_worse(0.0)
+    assert Paired.of([True, True, False], [True, False, True]) == Paired(1, 1, 1, 0)
+
+
+def episode(seed: int, success: bool, **changes: Any) -> Episode:
+    about = {"weights": "w", "random_weights": False, "fingerprint": None, "execute": 8}
+    values: dict[str, Any] = {
+        "seed": seed, "task": "lift_mug", "instruction": "lift the mug", "success": success, "ticks": 60,
+        "highest_m": 0.2 * success, "moved_m": {}, "taken": (), "actions_sha256": sha256_of(np.full((1, 8), seed)),
+        "calls_s": (1.0, 0.1), "policy": about, "executed": np.zeros((1, 8)),
+    }  # fmt: skip
+    return Episode(**(values | changes))
+
+
+def test_the_report_has_what_is_promised() -> None:
+    plan = Plan(control="hold")
+    found = [episode(s, s % 2 == 0) for s in range(10)]
+    report = json.loads(json.dumps(summary.summary(plan, range(10), found)))
+    assert report["episodes"] == 10 and report["successes"] == 5 and report["success_rate"] == 0.5
+    assert report["wilson_95"] == [0.2366, 0.7634] and report["complete"] is True
+    assert report["actions_sha256"] == sha256_of_all(reversed(found)) != sha256_of_all(found[:9])
+    assert [r["seed"] for r in report["rows"]] == list(range(10)) and report["call_s_p50"] == 0.1
+    assert {"mujoco", "torch", "numpy", "wam_policy_ros"} <= set(report["versions"])
+    assert report["configuration"]["door"] == "engine" and report["configuration"]["seeds"] == [0, 10]
+    assert "lift_mug" in summary.table(report) and "0.24 to 0.76" in summary.table(report)
+    with pytest.raises(ConfigError, match="changed between"):
+        other = {**found[0].policy, "weights": "others"}
+        summary.summary(plan, range(2), [found[0], episode(1, True, policy=other)])
+
+
+def test_a_price_list_compares_the_same_seeds() -> None:
+    plan = Plan(control="hold")
+
+    def report(hits: set[int], count: int = 40) -> dict[str, Any]:
+        return summary.summary(plan, range(count), [episode(s, s in hits) for s in range(count)])
+
+    reports = {"16": report(set(range(36))), "8": report(set(range(36))), "4": report(set(range(20)), 38)}
+    found = summary.price(reports, {"fp8": "no GPU"}, "16", 0.1)
+    assert found["tiers"]["4"]["episodes"] == 38 and found["tiers"]["4"]["only_reference"] == 16
+    assert [found["tiers"][n]["not_worse"] for n in ("16", "8", "4")] == [None, True, False]
+    said = summary.price_table(found)
+    assert "not run: no GPU" in said and "not shown" in said and "0.1 than 16" in said
+
+
+# -- options ------------------------------------------------------------------------------------------------------
+
+
+def test_tiers_are_engine_options(checkpoint: str) -> None:
+    plan = Plan(checkpoint=checkpoint, options=(("seed", 7),))
+    assert dict(with_tier(plan, "16").options) == {"seed": 7, "schedule": "static", "evaluations": 16}
+    assert dict(with_tier(plan, "4").options)["schedule"] == "dynamic_best" and with_tier(plan, "fp8").preset == "fp8"
+    guided = replace(plan, options=(("guidance_scale", 5.0), ("evaluations", 8)))
+    assert dict(with_tier(guided, "guidance-part").options)["guidance_steps"] == (0, 1, 2, 6)
+    with pytest.raises(ConfigError, match="without guidance"):
+        with_tier(plan, "guidance-part")
+    with pytest.raises(ConfigError, match="at least two"):
+        tier_names("16,9")
+
+
+def test_a_price_list_of_what_this_machine_can_do(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(checkpoint=checkpoint, device="cpu", max_ticks=4)
+    player(Plan(control="hold")).close()  # skips without OpenGL
+    found, status = price_list(plan, ["5", "deterministic", "guidance-part", "fp8"], range(2), 1, None, 0.05)
+    assert status == 0 and list(found["tiers"]) == ["5", "deterministic"]
+    assert set(found["not_run"]) == {"guidance-part", "fp8"} and "GPU" in found["not_run"]["fp8"]
+    assert found["reports"]["deterministic"]["policy"]["details"]["deterministic"] is True
+    assert "not run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--door", "ros", "--control", "hold"], "not available"),
+        (["--door", "window", "--control", "hold"], "unknown door"),
+        ([], "checkpoint folder"),
+        (["x", "--control", "expert"], "no network"),
+        (["--control", "expert", "--door", "openpi"], "no other door"),
+        (["--control", "hold", "--seeds", "5:5"], "no seeds"),
+        (["--control", "hold", "--task", "lift_table"], "no such task"),
+        (["x", "--tiers", "16,8", "--margin", "5"], "margin"),
+        (["--url", "ws://x"], "door openpi"),
+    ],
+)
+def test_options_that_do_not_fit(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_seeds_and_tasks_from_words() -> None:
+    assert seed_range("3:7") == range(3, 7) and seed_range("4") == range(4)
+    assert task_names("", "Lift the mug.") == ("lift_mug",) and len(task_names("", "")) == 5
+    plan = Plan(control="hold", tasks=("lift_mug",), instruction="lift the red apple")
+    assert plan.chosen(5)[0].target == "mug" and plan.chosen(5)[1] == "lift the red apple"
+    with pytest.raises(UnknownTask):
+        task_names("", "make coffee")
+
+
+def test_the_command_writes_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    player(Plan(control="hold")).close()
+    before = torch.get_num_threads()
+    try:
+        words = ["--control", "hold", "--seeds", "0:2", "--workers", "1", "--max-ticks", "4", "--task", "lift_mug"]
+        assert main(["eval", *words, "--json", str(tmp_path / "e.json")]) == 0
+    finally:
+        torch.set_num_threads(before)
+    report = json.loads((tmp_path / "e.json").read_text())
+    assert report["episodes"] == 2 and report["successes"] == 0 and report["configuration"]["control"] == "hold"
+    assert "[2/2] seed 1 lift_mug: failed" in capsys.readouterr().out
