@@ -82,6 +82,7 @@ setup(
         "console_scripts": [
             "wam = wam_policy_ros.tools.main:main",
             "wam_policy = wam_policy_ros.ros.main:main",
+            "wam_sim = wam_policy_ros.sim.main:main",
             "wam_clip_robot = wam_policy_ros.ros.clip_robot:main",
         ],
     },

@@ -106,6 +106,7 @@ class ControlLoop(Standing):
         self._due_ns = 0
         self._foreseen_ns = 0  # the due time whose request the worker was told of
         self._asked_ns = 0  # stamp of the newest observation the policy was asked about in this session
+        self._asked_at_ns = 0  # the node's clock then
         self._reference_ns = 0  # the newest moment that every camera had reached at the last image; 0: images not told
         self._in_flight: Request | None = None
         self._input_lost = self._input_refused = self._was_sound = self._policy_lost = False
@@ -130,7 +131,9 @@ class ControlLoop(Standing):
             )
         limits, loose = self._resolve(self._limits_of)
         self._loose = loose
-        self.pace.activate(spec, self._params.control_min_lead_s or spec.dt_s, self._worker.status.warm_up_s)
+        # How long a step takes on a simulated clock, which may be slow or wait for it, only steps can show.
+        warm_up_s = () if self._simulated else self._worker.status.warm_up_s
+        self.pace.activate(spec, self._params.control_min_lead_s or spec.dt_s, warm_up_s)
         return limits
 
     def _resolve(self, params: NodeParameters) -> tuple[JointLimits, list[str]]:
@@ -411,7 +414,10 @@ class ControlLoop(Standing):
             return False
         due_s = (now.ros_ns - max(self._due_ns, self._session_start_ns)) * 1e-9
         # Half a step more than a camera at the control rate needs.
-        return due_s < 1.5 * self._spec.dt_s and self._inputs.newest_arrival_s(now) > FRESH_S
+        patience_s, quiet_s = 1.5 * self._spec.dt_s, self._inputs.newest_arrival_s(now)
+        if self._simulated and quiet_s > patience_s:  # on the steady clock: a simulator that waits for us sends nothing
+            return False
+        return due_s < patience_s and quiet_s > FRESH_S
 
     def on_worker(self) -> None:
         """The worker has a result or a new status."""
@@ -465,6 +471,7 @@ class ControlLoop(Standing):
             return
         self.counters["sessions"] += self._asked_ns == 0
         self._asked_ns, self._asked_set_by_ns = observation.stamp_ns, self._set_by_ns
+        self._asked_at_ns = now.ros_ns
         self.counters["off_schedule"] += observation.off_schedule
         self.counters["padded"] += observation.padded
         if self._params.control_rtc == "denoiser":
@@ -480,8 +487,9 @@ class ControlLoop(Standing):
         now, stamp_ns = self._clock(), result.request.observation.stamp_ns + self._set_by_ns - self._asked_set_by_ns
         self.latency_s, self.timings_s = result.latency_s, dict(result.chunk.timings_s)
         if self.step > 0 and result.chunk.reset is None:
-            # A call that starts from an empty window takes another time than the next one will.
-            self.pace.took(self.latency_s)
+            # A call that starts from an empty window takes another time than the next one will. Simulated: what it
+            # took on the clock that chunks are due on.
+            self.pace.took((now.ros_ns - self._asked_at_ns) * 1e-9 if self._simulated else self.latency_s)
         self.step += 1
         try:
             measured = self.measured()
