@@ -1,16 +1,26 @@
-"""Training: a batch is learnt, a run goes on where it was, the VAE's convolutions may be computed in several ways."""
+"""Training: a batch is learnt, a run goes on where it was, a whole clip's VAE is the one that runs chunk by chunk."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from wam_policy_ros.model.vae import VideoVAE
-from wam_policy_ros.train.conv_forms import FORMS, apply_form
+from wam_policy_ros.model.vae import VideoVAE, latent_statistics
+from wam_policy_ros.model.vae_blocks import VAEStream
 from wam_policy_ros.train.fit import Recipe, Trainer, batch_loss, cross_keys
-from wam_policy_ros.train.fit_vae import VAERecipe, fit_vae, latent_statistics_of, new_vae, reconstruction
+from wam_policy_ros.train.fit_vae import (
+    VAERecipe,
+    busy,
+    fit_vae,
+    latent_statistics_of,
+    new_vae,
+    picture_loss,
+    reconstruction,
+)
+from wam_policy_ros.train.fused_norm import PADDED, STACKED
 from wam_policy_ros.train.preset import TOY
 from wam_policy_ros.train.runlog import Budget, RunLog
+from wam_policy_ros.train.whole_clip import WholeClip
 
 from .stand_in import network, sources
 
@@ -115,7 +125,7 @@ def test_the_vae_learns_and_its_latents_have_unit_scale(tmp_path):
     found = sources(network(), tmp_path, count=1)
     vae = new_vae(TOY.network().vae, 0, torch.device("cpu"))
     pick = torch.tensor([5, 9])
-    before = reconstruction(vae, found.footage, pick)[1]
+    before = reconstruction(vae, found.footage, pick)[1]["all"]
     fit_vae(
         vae,
         found.footage,
@@ -124,7 +134,7 @@ def test_the_vae_learns_and_its_latents_have_unit_scale(tmp_path):
         RunLog(tmp_path, lambda _: None),
         max_steps=25,
     )
-    assert reconstruction(vae, found.footage, pick)[1] < 0.9 * before
+    assert reconstruction(vae, found.footage, pick)[1]["all"] < 0.9 * before
     mean, std = latent_statistics_of(vae, found.footage, count=16)
     config = type(TOY.network()).from_config_json(TOY.config_json(mean, std))
     trained = VideoVAE(config.vae)
@@ -134,16 +144,40 @@ def test_the_vae_learns_and_its_latents_have_unit_scale(tmp_path):
     assert abs(float(z.mean())) < 0.2 and 0.7 < float(z.std()) < 1.4
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_convolutions_agree(form):
+@pytest.mark.parametrize("form", [STACKED, PADDED])
+def test_a_whole_clip_is_encoded_and_decoded_as_its_chunks_are(form):
     torch.manual_seed(0)
     vae = VideoVAE(TOY.network().vae)
-    clip = torch.randn(2, 3, 9, 32, 64)
-    latents = torch.randn(2, 16, 3, 4, 8)
-    expected = vae.encode(clip), vae.decode(latents)
-    apply_form(vae, form)
-    torch.testing.assert_close(vae.encode(clip), expected[0], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(vae.decode(latents), expected[1], atol=1e-4, rtol=1e-4)
-    apply_form(vae, "plain")
-    assert torch.equal(vae.encode(clip), expected[0])
+    whole = WholeClip(vae.model, form)
+    clip, latents = torch.randn(2, 3, 9, 32, 64), torch.randn(2, 16, 3, 4, 8)
+    z = vae.config.z_dim
+    mean, inverse_std = latent_statistics(vae.config, clip)
+    torch.testing.assert_close((whole.encode(clip)[:, :z] - mean) * inverse_std, vae.encode(clip), atol=1e-4, rtol=1e-4)
+    shown = vae.decode((latents - mean) * inverse_std, clamp=False)
+    torch.testing.assert_close(whole.decode(latents), shown, atol=1e-4, rtol=1e-4)
+    # The gradients that training follows are those of the network that is exported.
+    whole.encode(clip).square().mean().backward()
+    fast = {n: p.grad.clone() for n, p in vae.named_parameters() if p.grad is not None}
+    vae.zero_grad()
+    stream = VAEStream()
+    moments = []
+    for part in (clip[:, :, :1], clip[:, :, 1:5], clip[:, :, 5:]):
+        with stream.chunk():
+            moments.append(vae.model.encode(part, stream))
+    torch.cat(moments, dim=2).square().mean().backward()
+    for name, p in vae.named_parameters():
+        assert (p.grad is None) == (name not in fast)
+        if p.grad is not None:
+            torch.testing.assert_close(fast[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_an_error_at_an_edge_and_on_a_thing_costs_more():
+    wanted = torch.zeros(1, 3, 1, 32, 32)
+    wanted[..., 12:16, 12:16] = 1.0
+    recipe = VAERecipe()
+    plain, thing = wanted.clone(), wanted.clone()
+    plain[..., 24:28, 24:28] += 0.5  # on the table
+    thing[..., 12:16, 12:16] -= 0.5
+    assert busy(wanted)[..., 13, 13] > 5 * busy(wanted)[..., 30, 30]
+    costs = [float(picture_loss(p, wanted, recipe)[0]) for p in (plain, thing)]
+    assert costs[1] > 1.5 * costs[0], costs

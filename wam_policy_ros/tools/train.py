@@ -1,6 +1,7 @@
 """``wam train``: a small network of DreamZero's architecture, from nothing to a checkpoint and its success.
 
-``all``: demonstrations, VAE, DiT, checkpoint, evaluation, by the clock. ``dagger``: play a checkpoint, let the expert
+``all``: demonstrations, VAE, DiT, checkpoint, evaluation, by the clock; ``vae`` and ``dit``: the same in two calls.
+``dagger``: play a checkpoint, let the expert
 say what it would have done, and train on. ``eval``: success of a checkpoint on seeds that are never trained on.
 """
 
@@ -14,14 +15,23 @@ from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError
 
+SHARES: dict[str, dict[str, float]] = {
+    "vae": {"data_share": 0.2, "vae_share": 0.8, "latents_share": 0.0, "fit_share": 0.0},
+    "dit": {"data_share": 0.12, "vae_share": 0.0, "latents_share": 0.06, "fit_share": 0.71},
+}
+"""Of the time, when it is not for all stages."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
     everything = kinds.add_parser("all", help="demonstrations, VAE, DiT, checkpoint, evaluation")
+    first = kinds.add_parser("vae", help="demonstrations and the VAE only: leaves vae.pt")
+    second = kinds.add_parser("dit", help="demonstrations and everything behind the VAE")
+    second.add_argument("--vae", type=Path, required=True, help="vae.pt of an earlier run")
     again = kinds.add_parser("dagger", help="play a checkpoint with the expert watching, train on")
     again.add_argument("--start", type=Path, required=True, help="checkpoint to go on from")
     again.add_argument("--rollout-share", type=float, default=0.3, help="of the time, for playing the checkpoint")
-    for sub in (everything, again):
+    for sub in (everything, first, second, again):
         sub.add_argument("--out", type=Path, required=True, help="folder of the run; a later call goes on in it")
         sub.add_argument("--minutes", type=float, default=9.6, help="wall-clock time for everything")
         sub.add_argument("--preset", default="mug", help="mug (default), small (for a CPU), toy (for tests)")
@@ -48,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="engine option")
     measure.add_argument("--blind", action="store_true", help="grey cameras: must fail")
     measure.add_argument("--out", type=Path, default=Path("evaluation.json"))
-    for sub in (everything, again, measure):
+    for sub in (everything, first, second, again, measure):
         sub.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="simulators side by side")
         sub.add_argument("--tasks", help="names with commas between them; default: all")
 
@@ -78,6 +88,7 @@ def _train(args: argparse.Namespace) -> int:
         "seed": args.seed, "tasks": _tasks(args), "episodes": args.episodes, "evaluation_seeds": args.evaluation_seeds,
         "bundle": str(args.bundle) if args.bundle else None, "compiled": args.compile,
     }  # fmt: skip
+    values |= SHARES.get(args.kind, {})
     words = option_words(args.set)
     words |= {f"recipe.{n}": v for n, v in (("batch", args.batch), ("lr", args.lr)) if v is not None}
     if args.first_seed is not None:
@@ -86,6 +97,10 @@ def _train(args: argparse.Namespace) -> int:
         values["start"] = str(args.start)
         plan = Plan.of(values, words)
         report = Dagger(args.out, plan, rollout_share=args.rollout_share).everything()
+    elif args.kind == "vae":
+        report = Run(args.out, Plan.of(values, words)).vae_only()
+    elif args.kind == "dit":
+        report = Run(args.out, Plan.of(values | {"vae_file": str(args.vae)}, words)).dit_only()
     else:
         report = Run(args.out, Plan.of(values, words)).everything()
     print(json.dumps(report, indent=1))

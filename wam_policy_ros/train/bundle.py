@@ -11,18 +11,20 @@ from pathlib import Path
 PART_BYTES = 15 * 2**20
 
 
-def write_bundle(place: Path, name: str, version: int, folder: Path, beside: Iterable[Path] = ()) -> list[Path]:
+def write_bundle(place: Path, name: str, version: int, folder: Path | None, beside: Iterable[Path] = ()) -> list[Path]:
     """``place/name-vVERSION.tar.0``, ``.1``, ..; older versions go when this one is complete.
 
-    ``cat name-vVERSION.tar.? | tar x`` gives the folder back. ``beside``: small files that are copied as they are.
+    ``cat name-vVERSION.tar.? | tar x`` gives the folder back. ``beside``: small files that are copied as they are;
+    without a folder there are only these.
     """
     place.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        tar.add(folder, arcname=folder.name)
+    if folder is not None:
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            tar.add(folder, arcname=folder.name)
     whole = buffer.getvalue()
     parts = []
-    for k in range(max(1, -(-len(whole) // PART_BYTES))):
+    for k in range(-(-len(whole) // PART_BYTES)):
         path = place / f"{name}-v{version}.tar.{k}"
         _replace(path, whole[k * PART_BYTES : (k + 1) * PART_BYTES])
         parts.append(path)

@@ -21,10 +21,11 @@ from wam_policy_ros.model.dit import Block
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .footage import Footage
-from .forward import window_forward
+from .forward import run_layer, window_forward
 from .latents import Latents
 from .runlog import Budget, RunLog
 from .samples import Batch, Windows
+from .stepper import Stepper, adamw
 
 SHIFT = 5.0
 
@@ -124,12 +125,12 @@ def cross_keys(network: DreamZero, ids: Tensor, mask: Tensor, prompt: Tensor, pi
         ids, mask: ``[P, text_len]`` of all prompts, on the device; prompt: ``[B]`` which one.
         picture: ``[B, 3, H, W]`` the window's first frame.
     """
-    used, back = torch.unique(prompt, return_inverse=True)
-    states = network.text_encoder(ids[used], mask[used])
-    states = states * mask[used][..., None]  # the padding of every prompt on its own, as one prompt alone gets it
+    # All prompts, whichever are in the batch: which ones these are would have to be waited for.
+    states = network.text_encoder(ids, mask)
+    states = states * mask[..., None]  # the padding of every prompt on its own, as one prompt alone gets it
     texts = network.model.text_kv(states)
     images = network.model.image_kv(network.image_encoder(picture))
-    return [CrossKV(KV(t.k[back], t.v[back]), i) for t, i in zip(texts, images, strict=True)]
+    return [CrossKV(KV(t.k[prompt], t.v[prompt]), i) for t, i in zip(texts, images, strict=True)]
 
 
 @dataclass
@@ -149,10 +150,12 @@ def batch_loss(
     noise: torch.Generator | None,
     *,
     sigma: float | None = None,
+    layer: Callable[..., Any] = run_layer,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one batch and its parts.
 
     Args:
+        layer: ``forward.run_layer``, or that compiled.
         noise: of the draws; None: PyTorch's own. sigma: a fixed noise level, for validation.
     """
     device, latents = sources.footage.device, sources.latents
@@ -189,9 +192,10 @@ def batch_loss(
 
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         picture = sources.footage.video(batch.anchor[:, None])[:, :, 0]
-        ids, mask = sources.windows.ids.to(device), sources.windows.mask.to(device)
-        cross = cross_keys(network, ids, mask, batch.prompt, picture)
-        flows = window_forward(network.model, observed, ys, cross, noisy_video, noisy_rows, state, timestep)
+        cross = cross_keys(network, sources.windows.ids, sources.windows.mask, batch.prompt, picture)
+        flows = window_forward(
+            network.model, observed, ys, cross, noisy_video, noisy_rows, state, timestep, layer=layer
+        )
     error_video = (flows.video.float() - (noise_video - target_video)).square().mean(dim=(2, 3, 4, 5))
     error_rows = (flows.action.float() - (noise_rows - target_rows)).square()
     weight = error_rows.new_ones(error_rows.shape[-1])
@@ -222,15 +226,25 @@ class Trainer:
         network.vae.eval().requires_grad_(False)
         decayed = [p for n, p in self._trained() if p.ndim >= 2]
         plain = [p for n, p in self._trained() if p.ndim < 2]
-        self.optimiser = torch.optim.AdamW(
+        device = sources.footage.device
+        self.optimiser = adamw(
             [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=recipe.lr, betas=(0.9, 0.98), fused=sources.footage.device.type == "cuda",
+            recipe.lr, device,
         )  # fmt: skip
         self.average = Average(network, recipe.ema)
         self.step = 0
-        device = sources.footage.device
+        torch.manual_seed(seed)
         self.generator = torch.Generator(device).manual_seed(seed)
-        self._loss = torch.compile(batch_loss) if compiled else batch_loss
+        layer = torch.compile(run_layer, dynamic=False) if compiled else run_layer
+
+        graph = device.type == "cuda"
+        noise = None if graph else self.generator
+
+        def loss(*parts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return batch_loss(network, sources, Batch(*parts), recipe, noise, layer=layer)
+
+        self._stepper = Stepper(loss, [p for _, p in self._trained()], self.optimiser, graph=graph,
+                                say=log.line)  # fmt: skip
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.network.named_parameters() if p.requires_grad]
@@ -248,8 +262,7 @@ class Trainer:
                 * min(1.0, (self.step + 1) / recipe.warmup)
                 * max(0.5 * (1 + math.cos(math.pi * fraction)), 0.01)
             )
-            for group in self.optimiser.param_groups:
-                group["lr"] = rate
+            self._stepper.set_rate(rate)
             parts = self._one()
             sums = {k: sums[k] + v if k in sums else v.clone() for k, v in parts.items()}
             since += 1
@@ -269,11 +282,9 @@ class Trainer:
         anchors = self.sources.windows.anchors
         pick = torch.randint(len(anchors), (self.recipe.batch,), generator=self.generator, device=anchors.device)
         batch = self.sources.windows.batch(anchors[pick])
-        loss, parts = self._loss(self.network, self.sources, batch, self.recipe, self.generator)
-        self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_([p for _, p in self._trained()], 1.0)
-        self.optimiser.step()
+        parts = self._stepper(*(getattr(batch, f.name) for f in dataclasses.fields(Batch)))
+        if self.sources.footage.device.type == "cuda" and self.step % 20 == 0:
+            torch.cuda.current_stream().synchronize()  # the clock is to count steps that are done
         self.average.update()
         self.step += 1
         return parts

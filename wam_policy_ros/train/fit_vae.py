@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,31 +13,41 @@ from torch.nn import functional as F
 
 from wam_policy_ros.model.config_encoders import VAEConfig
 from wam_policy_ros.model.vae import VideoVAE
-from wam_policy_ros.model.vae_blocks import VAEStream
 
-from .conv_forms import fastest_form
+from .errors import TrainError
 from .footage import Footage
+from .fused_norm import PADDED, STACKED
 from .runlog import Budget, RunLog
+from .stepper import WARM_UP, Parts, Stepper, adamw
+from .whole_clip import WholeClip
 
 
 @dataclass(frozen=True)
 class VAERecipe:
     """
     Attributes:
-        batch: clips of nine frames per step; lr: largest learning rate.
+        batch: clips of nine frames per step; lr: largest learning rate; warmup: steps.
         kl: weight of the latents' divergence from a standard normal.
-        busy: how much more a pixel counts that differs from the average picture (things and arm, not the table).
+        busy: how much more a pixel counts that differs from its surroundings (things and arm, not the table).
+        edges: weight of the error of the differences between neighbouring pixels, which a blur gets wrong.
         grey: share of clips that are a first frame followed by grey.
-        min_steps: with fewer in sight the budget grows, at most to 1.7 times itself.
+        second: share decoded without their first latent, as a predicted block is shown behind an observed one.
     """
 
-    batch: int = 16
+    batch: int = 64
     lr: float = 2e-3
+    warmup: int = 100
     kl: float = 1e-6
     busy: float = 6.0
+    edges: float = 1.0
     grey: float = 0.25
-    min_steps: int = 900
+    second: float = 0.25
     report_s: float = 10.0
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Of activations; weights stay in float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def new_vae(config: VAEConfig, seed: int, device: torch.device) -> VideoVAE:
@@ -57,120 +68,110 @@ def fit_vae(
     log: RunLog,
     *,
     seed: int = 0,
-    more: Callable[[], None] = lambda: None,
     max_steps: int | None = None,
-    compiled: bool = False,
-) -> str:
-    """Until the budget is over or ``max_steps`` are done; the form of convolution that was fastest here.
-
-    Args:
-        more: called now and then; may add episodes to the footage.
-        compiled: let PyTorch compile the two networks.
-    """
+) -> None:
+    """Until the budget is over or ``max_steps`` are done."""
     device = footage.device
     cuda = device.type == "cuda"
     vae.train().requires_grad_(True)
-    optimiser = torch.optim.AdamW(vae.parameters(), lr=0.05 * recipe.lr, betas=(0.9, 0.98), weight_decay=1e-4)
-    generator = torch.Generator().manual_seed(seed)
-    average = _average(footage, generator)
-    pool = footage.observable()
-    work = torch.compile(_loss) if compiled else _loss
-
-    def one() -> dict[str, Tensor]:
-        clip = _clips(footage, pool, recipe, generator)
-        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-            loss, parts = work(vae, clip, average, recipe, torch.rand((), generator=generator).item() < 0.3)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimiser.step()
-        return parts
-
-    form = fastest_form(vae, one, log.line) if cuda else "plain"
-    step, told, check, began, judged = 0, budget.spent, budget.spent, budget.spent, False
+    torch.manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    pool = footage.observable().to(device)
+    optimiser = adamw(vae.parameters(), 0.05 * recipe.lr, device, weight_decay=1e-4)
+    forms = (STACKED, PADDED) if cuda else (STACKED,)
+    steppers = {
+        form: Stepper(clip_loss(WholeClip(vae.model, form), recipe, device), vae.parameters(), optimiser, graph=cuda,
+                      say=log.line)
+        for form in forms
+    }  # fmt: skip
+    batch = draw_clips(footage, pool, recipe, generator)
+    form = fastest(steppers, batch, log.line) if cuda else STACKED
+    stepper = steppers[form]
+    step, told, began, since = 0, budget.spent, budget.spent, 0
     while not budget.over and (max_steps is None or step < max_steps):
-        if budget.spent - check > 5.0:
-            check = budget.spent
-            before = footage.frames
-            more()
-            if footage.frames != before:
-                pool = torch.cat([pool, footage.observable(before)])
-        rate = recipe.lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * budget.fraction))
-        for group in optimiser.param_groups:
-            group["lr"] = max(rate, recipe.lr * 0.01)
-        parts = one()
+        rate = recipe.lr * min(1.0, (step + 1) / recipe.warmup) * 0.5 * (1 + math.cos(math.pi * budget.fraction))
+        stepper.set_rate(max(rate, recipe.lr * 0.01))
+        parts = stepper(draw_clips(footage, pool, recipe, generator))
         step += 1
-        if not judged and budget.fraction > 0.3 and max_steps is None:
-            judged = True
-            if cuda:
-                torch.cuda.synchronize()
-            needed = recipe.min_steps * (budget.spent - began) / step
-            if needed > budget.seconds:
-                budget.seconds = min(1.7 * budget.seconds, needed)
-                log.line(f"VAE: {step / (budget.spent - began):.1f} steps/s; it gets {budget.seconds:.0f} s")
+        if cuda and step % 20 == 0:
+            torch.cuda.current_stream().synchronize()  # the clock is to count steps that are done
         if budget.spent - told > recipe.report_s or step == max_steps:
-            told = budget.spent
-            log.point(
-                "vae",
-                step,
-                {k: float(v) for k, v in parts.items()} | {"per_s": step * recipe.batch / (budget.spent - began)},
-            )
+            values = {k: float(v) for k, v in parts.items()}
+            per_s = (step - since) * recipe.batch / max(budget.spent - told, 1e-6)
+            log.point("vae", step, values | {"per_s": per_s})
+            told, since = budget.spent, step
+    log.line(f"VAE: {step} steps in {budget.spent - began:.1f} s")
     vae.eval().requires_grad_(False)
-    return form
 
 
-def _clips(footage: Footage, pool: Tensor, recipe: VAERecipe, generator: torch.Generator) -> Tensor:
+def fastest(steppers: dict[str, Stepper], batch: Tensor, say: Callable[[str], None], repeats: int = 6) -> str:
+    """Which of the forms takes the shortest step on this device; these are steps of training at a small rate."""
+    seconds: dict[str, float] = {}
+    for form, stepper in steppers.items():
+        try:
+            for k in range(WARM_UP + 2 + repeats):
+                if k == WARM_UP + 2:
+                    torch.cuda.synchronize()
+                    begin = time.perf_counter()
+                stepper(batch)
+            torch.cuda.synchronize()
+            seconds[form] = (time.perf_counter() - begin) / repeats
+        except RuntimeError as error:  # a form the device cannot do
+            say(f"VAE, {form}: {str(error).splitlines()[0]}")
+    if not seconds:
+        raise TrainError("the VAE's step runs in no form on this device", got=", ".join(steppers))
+    best = min(seconds, key=lambda f: seconds[f])
+    told = ", ".join(f"{f} {t:.4f}" for f, t in seconds.items())
+    say(f"VAE, seconds per step of {len(batch)} clips: {told}; taken: {best}")
+    return best
+
+
+def draw_clips(footage: Footage, pool: Tensor, recipe: VAERecipe, generator: torch.Generator) -> Tensor:
+    """Observed clips, then first frames followed by grey: ``[batch, 3, 9, H, W]``."""
     grey = round(recipe.batch * recipe.grey)
-    pick = pool[torch.randint(len(pool), (recipe.batch,), generator=generator)].to(footage.device)
+    pick = pool[torch.randint(len(pool), (recipe.batch,), generator=generator, device=pool.device)]
     return torch.cat([footage.observed_clip(pick[grey:]), footage.first_clip(pick[:grey])])
 
 
-def _loss(
-    vae: VideoVAE, clip: Tensor, average: Tensor, recipe: VAERecipe, from_second: bool
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """``from_second``: decode without the first latent, as a predicted block is shown behind an observed one."""
-    frames = clip.shape[2]
-    moments = _encode(vae, clip)
-    mean, log_variance = moments.float().chunk(2, dim=1)
-    log_variance = log_variance.clamp(-20.0, 5.0)
-    drawn = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
-    if from_second:
+def clip_loss(whole: WholeClip, recipe: VAERecipe, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Parts]]:
+    """The loss of a batch of clips, the first ``second`` of which are decoded without their first latent."""
+    kind = compute_dtype(device)
+
+    def loss(clip: Tensor) -> tuple[Tensor, Parts]:
+        late = round(recipe.second * len(clip))
+        mean, log_variance = whole.encode(clip.to(kind)).float().chunk(2, dim=1)
+        log_variance = log_variance.clamp(-20.0, 5.0)
+        drawn = (mean + torch.randn_like(mean) * (0.5 * log_variance).exp()).to(kind)
         # A stream's first latent is one frame: the newest of the four it stands for.
-        decoded, wanted = _decode(vae, drawn[:, :, 1:]), torch.cat([clip[:, :, 4:5], clip[:, :, 5:]], dim=2)
-    else:
-        decoded, wanted = _decode(vae, drawn), clip
-    weight = 1 + recipe.busy * (wanted - average).abs().mean(dim=1, keepdim=True).clamp(max=0.5)
-    error = decoded.float() - wanted
+        pairs = [(drawn[late:], clip[late:]), (drawn[:late, :, 1:], clip[:late, :, 4:])]
+        images, errors = [], []
+        for latents, wanted in (p for p in pairs if len(p[0])):
+            image, error = picture_loss(whole.decode(latents).float(), wanted, recipe)
+            images.append(image * len(latents))
+            errors.append(error * len(latents))
+        image, error = torch.stack(images).sum() / len(clip), torch.stack(errors).sum() / len(clip)
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(dim=1).mean()
+        return image + recipe.kl * kl, {"l1": error.detach(), "loss": image.detach(), "kl": kl.detach()}
+
+    return loss
+
+
+def picture_loss(decoded: Tensor, wanted: Tensor, recipe: VAERecipe) -> tuple[Tensor, Tensor]:
+    """The loss of frames ``[B, 3, T, H, W]`` and their mean absolute error."""
+    weight = 1 + recipe.busy * busy(wanted).clamp(max=0.5)
+    error = decoded - wanted
     image = (weight * error.abs()).mean() + 2.0 * (weight * error.square()).mean()
-    kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(dim=1).mean()
-    assert frames > 1
-    return image + recipe.kl * kl, {"l1": error.abs().mean().detach(), "loss": image.detach(), "kl": kl.detach()}
+    if recipe.edges:
+        image = image + recipe.edges * (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean())
+    return image, error.abs().mean()
 
 
-def _encode(vae: VideoVAE, clip: Tensor) -> Tensor:
-    """Moments of a whole clip: chunk by chunk, as ``VideoVAE.encode`` does."""
-    stream, factor, out = VAEStream(), vae.config.temporal_factor, []
-    starts = range(1, clip.shape[2] - factor + 1, factor)
-    for chunk in (clip[:, :, :1], *(clip[:, :, t : t + factor] for t in starts)):
-        with stream.chunk():
-            out.append(vae.model.encode(chunk, stream))
-    return torch.cat(out, dim=2)
-
-
-def _decode(vae: VideoVAE, latents: Tensor) -> Tensor:
-    """Frames of latents that are not normalised."""
-    stream, out = VAEStream(), []
-    for latent in latents.split(1, dim=2):
-        with stream.chunk():
-            out.append(vae.model.decode(latent, stream))
-    return torch.cat(out, dim=2)
-
-
-@torch.no_grad()
-def _average(footage: Footage, generator: torch.Generator, count: int = 256) -> Tensor:
-    """The average picture ``[1, 3, 1, H, W]``."""
-    pick = torch.randint(footage.frames, (count, 1), generator=generator)
-    return torch.stack([footage.video(part).mean(dim=0) for part in pick.split(32)]).mean(dim=0)[None]
+def busy(frames: Tensor) -> Tensor:
+    """How far a pixel is from the average of some 20 x 20 around it: ``[B, 3, T, H, W]`` -> ``[B, 1, T, H, W]``."""
+    flat = frames.transpose(1, 2).flatten(0, 1)
+    around = F.avg_pool2d(F.avg_pool2d(flat, 4), 5, 1, 2, count_include_pad=False)
+    far = (flat - F.interpolate(around, scale_factor=4.0, mode="nearest-exact")).abs().mean(dim=1, keepdim=True)
+    return far.unflatten(0, (frames.shape[0], -1)).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -183,16 +184,26 @@ def latent_statistics_of(
     pick = pool[torch.randint(len(pool), (count,), generator=generator)].to(footage.device)
     found = []
     for part in pick.split(batch):
-        with torch.autocast(footage.device.type, torch.bfloat16, enabled=footage.device.type == "cuda"):
-            found.append(_encode(vae, footage.observed_clip(part)).float()[:, : vae.config.z_dim])
+        clip = footage.observed_clip(part).to(compute_dtype(footage.device))
+        found.append(WholeClip(vae.model).encode(clip).float()[:, : vae.config.z_dim])
     flat = torch.cat(found).transpose(0, 1).flatten(1)
     return flat.mean(dim=1).tolist(), flat.std(dim=1).clamp(min=1e-3).tolist()
 
 
 @torch.no_grad()
-def reconstruction(vae: VideoVAE, footage: Footage, frames: Tensor) -> tuple[Tensor, float]:
-    """Decoded clips beside the originals, for a picture, and their mean absolute error in [-1, 1]."""
+def reconstruction(vae: VideoVAE, footage: Footage, frames: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Decoded clips beside the originals, for a picture, and mean absolute errors in [-1, 1].
+
+    ``all`` pixels; ``busy`` ones, the 5 % that differ most from their surroundings, which are things and gripper;
+    ``blur_all``, ``blur_busy``: those of averages of 8 x 8 pixels, which a VAE of any use is far below.
+    """
     clip = footage.observed_clip(frames.to(footage.device))
-    back = _decode(vae, _encode(vae, clip)[:, : vae.config.z_dim].float()).clamp(-1, 1)
-    error = F.l1_loss(back, clip).item()
-    return torch.cat([clip, back], dim=3), error
+    back = vae.decode(vae.encode(clip))
+    blur = F.interpolate(F.avg_pool3d(clip, (1, 8, 8)), scale_factor=(1.0, 8.0, 8.0), mode="nearest-exact")
+    far = busy(clip)
+    where = far >= far.flatten()[::7].quantile(0.95) if far.numel() < 7 * 2**24 else far >= 0.3
+    errors = {}
+    for name, picture in (("", back), ("blur_", blur)):
+        off = (picture - clip).abs().mean(dim=1, keepdim=True)
+        errors[f"{name}all"], errors[f"{name}busy"] = off.mean().item(), off[where].mean().item()
+    return torch.cat([clip, back], dim=3), errors

@@ -10,7 +10,7 @@ Shapes: B windows, K blocks, F = 2 frames of a block, S tokens of a frame, N row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,8 @@ def window_forward(
     action: Tensor,
     state: Tensor,
     timestep: Tensor,
+    *,
+    layer: Callable[..., tuple[_Segment, _Segment]] | None = None,
 ) -> WindowFlows:
     """
     Args:
@@ -57,6 +59,7 @@ def window_forward(
         video: noisy latents ``[B, K, z, F, h, w]``; action: noisy rows ``[B, K, N, action_dim]``.
         state: ``[B, K, 1, max_state_dim]``.
         timestep: int64 ``[B, K]``, of video and rows alike.
+        layer: ``run_layer``, or that compiled.
     """
     cfg = dit.cfg
     batch, blocks, _, frames, height, width = video.shape
@@ -86,9 +89,9 @@ def window_forward(
     now = _Segment(noisy, e6, _table(tables))
 
     layers: list[Block] = list(dit.blocks)  # type: ignore[arg-type]
-    for layer, block in enumerate(layers):
-        last = layer == len(layers) - 1
-        past, now = _layer(block, past, now, cross[layer], starts, frames, tokens, last=last)
+    run = layer or run_layer
+    for k, block in enumerate(layers):
+        past, now = run(block, past, now, cross[k], starts, frames, tokens, last=k == len(layers) - 1)
 
     hidden = now.x
     count = frames * tokens
@@ -131,7 +134,7 @@ def _project(attention: SelfAttention, x: Tensor, table: Rotary) -> tuple[Tensor
     return q.to(v.dtype), k.to(v.dtype), v
 
 
-def _layer(
+def run_layer(
     block: Block,
     past: _Segment,
     now: _Segment,

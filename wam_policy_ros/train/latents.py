@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wam_policy_ros.model.vae import VideoVAE
+from wam_policy_ros.model.vae import VideoVAE, latent_statistics
 
+from .fit_vae import compute_dtype
 from .footage import Footage
 from .preset import BLOCK
+from .whole_clip import WholeClip
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,21 @@ class Latents:
 
 
 @torch.no_grad()
+def normalised_latents(vae: VideoVAE, clip: Tensor) -> Tensor:
+    """``vae.encode(clip)``, on a GPU in bfloat16; float32 ``[B, z, 1 + n, h, w]``."""
+    moments = WholeClip(vae.model).encode(clip.to(compute_dtype(clip.device))).float()
+    mean, inverse_std = latent_statistics(vae.config, moments)
+    return (moments[:, : vae.config.z_dim] - mean) * inverse_std
+
+
+@torch.no_grad()
 def encode_all(
     vae: VideoVAE, footage: Footage, anchors: Tensor, *, batch: int, dtype: torch.dtype, until: float | None = None
 ) -> Latents:
     """
     Args:
         anchors: frames at which a window may start.
-        dtype: of the result and, on a GPU, of the computation.
+        dtype: of the result.
         until: ``time.monotonic()`` after which TimeoutError is raised.
     """
     device = footage.device
@@ -59,8 +69,7 @@ def encode_all(
     def encode(clip: Tensor) -> Tensor:
         if until is not None and time.monotonic() > until:
             raise TimeoutError("encoding the footage took too long")
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return vae.encode(clip).to(dtype)
+        return normalised_latents(vae, clip).to(dtype)
 
     for part in footage.observable().to(device).split(batch):
         block[part] = encode(footage.observed_clip(part))[:, :, -BLOCK:]

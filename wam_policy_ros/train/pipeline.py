@@ -1,7 +1,7 @@
-"""Everything in one go, by the clock: demonstrations, VAE, latents, DiT, checkpoint, evaluation.
+"""By the clock: demonstrations, VAE, latents, DiT, checkpoint, evaluation; all in one go or in stages of their own.
 
-Each stage has a share of the time and leaves what it made in the folder, so that a later call goes on from there. While
-the VAE is trained the simulator keeps adding episodes.
+Each stage has a share of the time and leaves what it made in the folder, so that a later call goes on from there.
+Nothing is generated while a network is trained: simulators would take the cores that feed the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from wam_policy_ros.model.tokenizer import UMT5Tokenizer
 from wam_policy_ros.model.vae import VideoVAE
 
 from .bundle import write_bundle
-from .conv_forms import apply_form
 from .episodes import read_shard, shards
 from .errors import DataError, TrainError
 from .evaluate import Follower, Rollouts, evaluate, write_summary
@@ -32,7 +31,7 @@ from .fit import Recipe, Sources, Trainer, initialise
 from .fit_vae import VAERecipe, fit_vae, latent_statistics_of, new_vae, reconstruction
 from .footage import Footage
 from .generate import EVALUATION_SEEDS, TRAINING_SEEDS, Demonstrations, Generator
-from .latents import encode_all
+from .latents import encode_all, normalised_latents
 from .preset import PRESETS
 from .runlog import Budget, RunLog, draw_curves, save_picture
 from .samples import Windows, statistics_of
@@ -40,7 +39,7 @@ from .vocabulary import write_tokenizer
 
 VALIDATE_EVERY = 32
 """Of so many shards one is for validation only."""
-ENCODE_BATCH = 64
+ENCODE_BATCH = 128
 PLAYED_SEEDS = 10_000_000
 """Added to the seed of what a policy plays, so that its scenes are no demonstration's."""
 
@@ -50,9 +49,11 @@ class Plan:
     """
     Attributes:
         minutes: of wall-clock time for everything.
-        data_share: of it, until the VAE begins; vae_share, fit_share: of these stages; the rest is evaluation.
+        data_share: of it, for demonstrations; vae_share, latents_share, fit_share: of these stages; the rest is
+            evaluation.
         episodes: no more than these; None: as many as there is time for.
         start: a checkpoint to go on from instead of a new network (its VAE stays as it is).
+        vae_file: a VAE that was trained before (``vae.pt``).
         bundle: folder for the result in a few files of bounded size, written at every save.
         max_steps: of either training, for tests.
     """
@@ -65,13 +66,14 @@ class Plan:
     first_seed: int = TRAINING_SEEDS
     tasks: tuple[str, ...] = Demonstrations.tasks
     episodes: int | None = None
-    data_share: float = 0.08
-    vae_share: float = 0.18
-    latents_share: float = 0.08
-    fit_share: float = 0.54
+    data_share: float = 0.09
+    vae_share: float = 0.25
+    latents_share: float = 0.06
+    fit_share: float = 0.48
     evaluation_seeds: int = 100
     start: str | None = None
     extra_data: tuple[str, ...] = ()
+    vae_file: str | None = None
     bundle: str | None = None
     compiled: bool = False
     max_steps: int | None = None
@@ -114,7 +116,6 @@ class Run:
         name = plan.device if plan.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(name)
         self.version = 0
-        self.form = "plain"
         self.footage = Footage(self.preset, self.device)
         self.held_out = Footage(self.preset, self.device)
         self._loaded: set[Path] = set()
@@ -128,24 +129,43 @@ class Run:
 
     def everything(self) -> dict[str, Any]:
         """All stages; the report of the evaluation."""
+        self._data()
+        return self._rest(self._vae(self.clock.seconds * (self.plan.data_share + self.plan.vae_share)))
+
+    def vae_only(self) -> dict[str, Any]:
+        """Demonstrations and the VAE; how well it draws what it never saw."""
+        self._data()
+        vae = self._vae(self.clock.seconds - 10.0)
+        report = self._look_at(vae)
+        self.bundle()
+        return report
+
+    def dit_only(self) -> dict[str, Any]:
+        """Demonstrations, then everything behind the VAE of ``plan.vae_file``."""
+        self._data()
+        return self._rest(self._vae(0.0))
+
+    def _data(self) -> None:
         plan, clock = self.plan, self.clock
-        say = self.log.line
-        say(f"{self.preset.name} on {self.device}, {plan.minutes:g} minutes, {plan.workers} simulators")
+        self.log.line(f"{self.preset.name} on {self.device}, {plan.minutes:g} minutes, {plan.workers} simulators")
         what = Demonstrations(plan.preset, tasks=plan.tasks)
         count = None if plan.episodes is None else -(-plan.episodes // what.per_shard)
         generator = Generator(self.out / "data", what, workers=plan.workers, first_seed=plan.first_seed, count=count)
         try:
             self._wait_for_data(generator, clock.seconds * plan.data_share)
-            vae = self._vae(generator, clock.seconds * (plan.data_share + plan.vae_share))
         finally:
-            made = generator.stop()
+            made = generator.stop(3.0)
         self._load_new()
         counts = f"{len(self.footage.episodes)} for training, {len(self.held_out.episodes)} for validation"
-        say(f"data: {made.episodes} episodes made now ({made.dropped} dropped), {counts}, {self.footage.frames} frames")
+        self.log.line(
+            f"data: {made.episodes} episodes made now ({made.dropped} dropped), {counts}, {self.footage.frames} frames"
+        )
         for line in generator.errors[:3]:
-            say(f"a simulator ended: {line}")
+            self.log.line(f"a simulator ended: {line}")
+
+    def _rest(self, vae: VideoVAE) -> dict[str, Any]:
         network, sources, validation = self._sources(vae)
-        self._fit(network, sources, validation, clock.seconds * (1 - self._evaluation_share))
+        self._fit(network, sources, validation, self.clock.seconds * (1 - self._evaluation_share))
         del network, sources, validation
         self.footage = self.held_out = Footage(self.preset, self.device)
         return self._evaluate()
@@ -180,29 +200,25 @@ class Run:
             target = self.held_out if number % VALIDATE_EVERY == 1 else self.footage
             target.add(read_shard(path))
 
-    def _vae(self, generator: Generator, until_s: float) -> VideoVAE:
+    def _vae(self, until_s: float) -> VideoVAE:
         plan, config = self.plan, self.preset.network().vae
         vae = new_vae(config, plan.seed, self.device)
-        stored = self.out / "vae.pt"
-        if plan.start is not None and not stored.exists():
-            self._wait_until(until_s, generator)
+        stored = Path(plan.vae_file) if plan.vae_file is not None else self.out / "vae.pt"
+        if plan.vae_file is None and plan.start is not None and not stored.exists():
             return self._given().vae.to(self.device)
-        if stored.exists():
-            vae.load_state_dict(torch.load(stored, map_location=self.device, weights_only=True))
-            self.log.line("VAE: taken from an earlier run")
-            self._wait_until(until_s, generator)
+        if plan.vae_file is not None or stored.exists():
+            try:
+                vae.load_state_dict(torch.load(stored, map_location=self.device, weights_only=True))
+            except (OSError, RuntimeError) as error:
+                raise DataError("no VAE of this preset", got=f"{stored}: {error}", remedy="wam train vae") from error
+            self.log.line(f"VAE: taken from {stored.name}")
             return vae.eval().requires_grad_(False)
         if not len(self.footage.observable()):
             raise DataError("no episode is long enough to train on", got=f"{len(self.footage.episodes)} episodes")
         budget = Budget(max(1.0, until_s - self.clock.spent))
-        self.form = fit_vae(vae, self.footage, plan.vae, budget, self.log, seed=plan.seed, more=self._load_new,
-                max_steps=plan.max_steps, compiled=plan.compiled)  # fmt: skip
+        fit_vae(vae, self.footage, plan.vae, budget, self.log, seed=plan.seed, max_steps=plan.max_steps)
         torch.save(vae.state_dict(), stored)
         return vae
-
-    def _wait_until(self, until_s: float, generator: Generator) -> None:
-        while generator.running and self.clock.spent < until_s:
-            time.sleep(0.5)
 
     def _given(self) -> DreamZero:
         from wam_policy_ros.model.checkpoint import load_weights, read_folder
@@ -214,7 +230,6 @@ class Run:
 
     def _sources(self, vae: VideoVAE) -> tuple[DreamZero, Sources, Sources | None]:
         plan, preset = self.plan, self.preset
-        apply_form(vae, self.form)
         if plan.start is not None:
             network = self._given()
             entry = json.loads((Path(plan.start) / "experiment_cfg" / "metadata.json").read_text())
@@ -228,19 +243,26 @@ class Run:
             self.statistics = statistics_of(self.footage.episodes)
         (self.out / "statistics.json").write_text(json.dumps(self.statistics), encoding="utf-8")
         network.vae.eval().requires_grad_(False)
-        if self.held_out.episodes:
-            pick = self.held_out.observable()
-            pairs, error = reconstruction(network.vae, self.held_out, pick[:: max(1, len(pick) // 32)][:32])
-            save_picture(self.out / "vae.png", pairs[:: max(1, len(pairs) // 4), :, -1][:4])
-            self.log.line(f"VAE: mean absolute error {error:.4f} of the range [-1, 1] on unseen clips")
+        self._look_at(network.vae)
         begin = self.clock.spent
-        apply_form(network.vae, self.form)
         self._shorten(network.vae)
         sources = self._encoded(network, self.footage)
         validation = self._encoded(network, self.held_out) if self.held_out.episodes else None
-        apply_form(network.vae, "plain")
         self.log.line(f"latents: {len(sources.windows.anchors)} windows in {self.clock.spent - begin:.1f} s")
         return network, sources, validation
+
+    def _look_at(self, vae: VideoVAE) -> dict[str, Any]:
+        """A picture of what it makes of clips that are not trained on, and how far off that is."""
+        if not self.held_out.episodes:
+            return {}
+        pick = self.held_out.observable()
+        pairs, errors = reconstruction(vae, self.held_out, pick[:: max(1, len(pick) // 32)][:32])
+        save_picture(self.out / "vae.png", pairs[:: max(1, len(pairs) // 4), :, -1][:4])
+        self.log.line(
+            f"VAE: on unseen clips the mean absolute error is {errors['all']:.4f} of [-1, 1], where things are "
+            f"{errors['busy']:.4f}; a blur is off by {errors['blur_all']:.4f} and {errors['blur_busy']:.4f}"
+        )
+        return errors
 
     def _shorten(self, vae: VideoVAE) -> None:
         """Leave out episodes whose latents would take longer than their share of the time."""
@@ -252,8 +274,7 @@ class Run:
             if k == 3:
                 torch.cuda.synchronize()
                 begin = time.monotonic()
-            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-                vae.encode(self.footage.observed_clip(part))
+            normalised_latents(vae, self.footage.observed_clip(part))
         torch.cuda.synchronize()
         per_clip = (time.monotonic() - begin) / sum(len(c) for c in clips[3:]) if len(clips) > 3 else 0.0
         # A clip for every frame and one for every second frame, the anchors.
@@ -310,8 +331,12 @@ class Run:
             return
         self.version += 1
         draw_curves(self.out)
-        beside = [self.out / n for n in ("log.txt", "curves.jsonl", "curves.png", "vae.png", "evaluation.json")]
-        write_bundle(Path(self.plan.bundle), self.preset.name, self.version, self.out / "checkpoint", beside)
+        names = ("log.txt", "curves.jsonl", "curves.png", "vae.png", "vae.pt", "evaluation.json")
+        beside = [self.out / n for n in names]
+        folder = self.out / "checkpoint"
+        write_bundle(
+            Path(self.plan.bundle), self.preset.name, self.version, folder if folder.is_dir() else None, beside
+        )
 
     def _evaluate(self) -> dict[str, Any]:
         plan, left = self.plan, self.clock.seconds - self.clock.spent

@@ -131,7 +131,8 @@ class Windows:
         self.preset, self.device = preset, footage.device
         page = preset.embodiment
         texts = sorted({e.instruction for e in footage.episodes})
-        self.ids, self.mask = tokenizer([build_prompt(t, page.prompt_template) for t in texts])
+        ids, mask = tokenizer([build_prompt(t, page.prompt_template) for t in texts])
+        self.ids, self.mask = ids.to(self.device), mask.to(self.device)
         number = {t: k for k, t in enumerate(texts)}
         steps = [np.arange(e.views.shape[0]) * preset.stride for e in footage.episodes]
         state = np.concatenate([e.state[s] for e, s in zip(footage.episodes, steps, strict=True)])
