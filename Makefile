@@ -1,6 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both set up .venv first.
 #
 #   make demo [CLIPS=folder] [CHECKPOINT=folder TOKENIZER=folder] [DURATION=30]
+#   make demo-sim [CHECKPOINT=folder] [DURATION=30]    the same in the simulator, without ROS
 #   make test        lint, types and all tests
 #   make venv        only the virtual environment (idempotent)
 #
@@ -32,10 +33,10 @@ endif
 
 PIP := $(RUN) $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo demo-sim test lint bench clean
 
 help:
-	@sed -n '1,8s/^# \{0,1\}//p' Makefile
+	@sed -n '1,9s/^# \{0,1\}//p' Makefile
 
 venv: $(VENV)/.ready
 
@@ -57,6 +58,11 @@ $(VENV)/.ready: setup.py constraints.txt
 demo: venv
 	@$(RUN) $(BIN)/wam demo --seconds $(DURATION) --report '$(REPORT)' $(if $(CLIPS),--clips '$(CLIPS)') \
 	  $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(TOKENIZER),--tokenizer '$(TOKENIZER)')
+
+demo-sim: venv
+	@$(PIP) --no-build-isolation -e '.[train]'
+	@$(RUN) $(BIN)/wam demo --sim --seconds $(DURATION) --report '$(REPORT)' \
+	  $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)',--expert) $(if $(TOKENIZER),--tokenizer '$(TOKENIZER)')
 
 lint: venv
 	@$(RUN) $(BIN)/ruff check .

@@ -281,3 +281,22 @@ def test_the_command_writes_its_report(tmp_path: Path, capsys: pytest.CaptureFix
     report = json.loads((tmp_path / "e.json").read_text())
     assert report["episodes"] == 2 and report["successes"] == 0 and report["configuration"]["control"] == "hold"
     assert "[2/2] seed 1 lift_mug: failed" in capsys.readouterr().out
+
+
+# -- the demo -----------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_in_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
+    player(Plan(control="hold")).close()
+    before = torch.get_num_threads()
+    shown = []
+    for words in (["--expert", "--seconds", "8"], ["--checkpoint", checkpoint, "--seconds", "0.5"]):
+        assert main(["demo", "--sim", "--report", str(tmp_path), "--device", "cpu", *words]) == 0
+        shown.append(capsys.readouterr().out)
+        report = json.loads((tmp_path / "sim_demo.json").read_text())
+        assert report["successes"] == (words[0] == "--expert") and report["rows"][0]["task"] == "lift_mug"
+        assert {p.name for p in tmp_path.iterdir()} == {"sim_demo.mp4", "sim_demo.png", "sim_demo.json"}
+    assert torch.get_num_threads() == before
+    assert "LIFTED" in shown[0] and "not lifted" in shown[1] and "call took" in shown[1]
+    assert main(["demo", "--sim", "--expert", "--checkpoint", checkpoint]) == 1
+    assert "no checkpoint" in capsys.readouterr().err

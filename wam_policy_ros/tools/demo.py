@@ -23,6 +23,7 @@ import numpy as np
 
 from wam_policy_ros.contract.errors import ConfigError
 
+from . import sim_demo
 from .dashboard import write_dashboard
 from .report import Recording, write_plot, write_video
 from .up import config_file
@@ -63,13 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, help="checkpoint folder; default: tiny network, random weights")
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json of umt5-xxl")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--instruction", default=INSTRUCTION)
+    parser.add_argument("--instruction", help=f"default: {INSTRUCTION!r}; with --sim: {sim_demo.INSTRUCTION!r}")
     parser.add_argument("--seconds", type=float, default=30.0, help="play time once the node is active")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="longest wait for the weights [s]")
     parser.add_argument("--report", type=Path, default=Path("demo_report"), help="folder for the report")
+    sim_demo.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.sim:
+        return sim_demo.run(args)
+    args.instruction = args.instruction or INSTRUCTION
     random_weights = args.checkpoint is None
     source = f"clips in {args.clips}" if args.clips else "a scene drawn by the package (no clips given)"
     print(f"cameras: {source}\njoints: a simulated follower of the published trajectories\n")

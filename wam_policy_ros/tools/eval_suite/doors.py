@@ -38,16 +38,19 @@ Say = Callable[[str], None]
 
 
 class Rounded:
-    """A policy as it is heard through a door; otherwise itself. ``want_video``: ask for the predicted video, too."""
+    """A policy as it is heard through a door; otherwise itself. ``want_video``: ask for the predicted video, too;
+    ``took_s``: seconds of the last call."""
 
     def __init__(self, policy: Policy, *, want_video: bool = False) -> None:
-        self.policy, self.want_video = policy, want_video
+        self.policy, self.want_video, self.took_s = policy, want_video, 0.0
         self.spec, self.open, self.reset, self.close = policy.spec, policy.open, policy.reset, policy.close
         self.render_video = policy.render_video
 
     def infer(self, session: Any, observation: Observation, *, cancelled: Any = None) -> ActionChunk:
         observation = replace(observation, want_video=self.want_video)
+        begin_s = time.perf_counter()
         chunk = self.policy.infer(session, observation, cancelled=cancelled)
+        self.took_s = time.perf_counter() - begin_s
         return replace(chunk, actions=chunk.actions.astype(np.float32).astype(np.float64))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from .plan import Plan
 
 Array = npt.NDArray[np.float64]
 GREY = 127
+Asked = tuple[int, ActionChunk]
+"""At which tick, and the answer."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,23 @@ class EpisodePlayer:
         self.about = about(self.policy, self.execute)
 
     def play(self, seed: int) -> Episode:
+        """One episode; drawn, if the plan wants pictures of such ones."""
+        episode, calls = self.play_and_keep(seed)
+        if self._is_drawn(episode):
+            self.draw(episode, calls)
+        return episode
+
+    def play_and_keep(
+        self, seed: int, on_call: Callable[[int, float, float], None] = lambda tick, high_m, took_s: None
+    ) -> tuple[Episode, list[Asked]]:
+        """One episode, and every chunk for ``draw``.
+
+        Args:
+            on_call: told after every call: the tick, the height (m) of the task's thing, and the seconds it took.
+        """
         task, words = self.plan.chosen(seed)
         executed: list[Array] = []
-        calls: list[tuple[int, ActionChunk]] = []
+        calls: list[Asked] = []
         high: set[str] = set()
 
         def look() -> None:
@@ -115,6 +131,10 @@ class EpisodePlayer:
             executed.append(np.array(row, dtype=np.float64))
             look()
 
+        def asked(frame: Frame, chunk: ActionChunk) -> None:
+            calls.append((frame.tick, chunk))
+            on_call(frame.tick, self.world.raised_m[task.target], self.policy.took_s)
+
         out = roll_out(
             self.world,
             self.policy,
@@ -123,7 +143,7 @@ class EpisodePlayer:
             words,
             execute=self.execute,
             max_ticks=self.plan.max_ticks,
-            on_call=lambda frame, chunk: calls.append((frame.tick, chunk)),
+            on_call=asked,
             on_tick=on_tick,
             change=_grey if self.plan.control == BLANK else lambda frames: frames,
         )
@@ -134,9 +154,7 @@ class EpisodePlayer:
             taken=tuple(sorted(high - {task.target})), actions_sha256=sha256_of(np.array(executed)),
             calls_s=tuple(out.calls_s), policy=self.about, executed=np.array(executed),
         )  # fmt: skip
-        if self._is_drawn(episode):
-            self._draw(episode, calls)
-        return episode
+        return episode, calls
 
     def close(self) -> None:
         self.world.close()
@@ -148,13 +166,14 @@ class EpisodePlayer:
         folder.mkdir(parents=True, exist_ok=True)
         return len(list(folder.glob("*.mp4"))) < self.plan.shown
 
-    def _draw(self, episode: Episode, calls: list[tuple[int, ActionChunk]]) -> None:
+    def draw(self, episode: Episode, calls: list[Asked]) -> tuple[Path, Path]:
+        """Video and plot of an episode of this player, in the plan's folder; see ``pictures.draw``."""
         from .pictures import draw  # matplotlib and av only where somebody wants pictures
 
         spec = self.policy.spec
         covers = int(spec.details.get("execute_steps") or spec.horizon)
         made = [Call(t, c.actions, self.policy.render_video(c), covers) for t, c in calls]
-        draw(self.world, episode, made, Path(self.plan.pictures), self.about["weights"])
+        return draw(self.world, episode, made, Path(self.plan.pictures), self.about["weights"])
 
 
 def _grey(frames: dict[str, Any]) -> dict[str, Any]:
