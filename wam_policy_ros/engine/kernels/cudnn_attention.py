@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,52 @@ class CudnnFp8:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._build(tensors)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._cudnn.set_stream(handle=self._handle, stream=stream)
+        if stream not in plan.workspaces:
+            size = max(plan.graph.get_workspace_size(), 1)
+            plan.workspaces[stream] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        pack = self._pack(plan.uids, tensors, scalars, plan.amax)
+        plan.graph.execute(pack, plan.workspaces[stream].data_ptr(), handle=self._handle)
+        return out
+
+    def plans(
+        self, q: Tensor, k: Tensor, v: Tensor, scalars: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> list[tuple[str, Callable[[], Tensor]]]:
+        """Every kernel that cuDNN offers for these shapes, by name, the one that :meth:`__call__` takes first: for
+        measurements."""
+        out = torch.empty_like(q)
+        tensors = {"q": q, "k": k, "v": v, "o": out}
+        graph, uids = self._graph(tensors, [self._cudnn.heur_mode.A, self._cudnn.heur_mode.FALLBACK])
+        amax = torch.zeros(2, 1, device=self._device)
+        held = (tensors, scalars, amax)  # a pack is addresses only
+        pack = self._pack(uids, *held)
+        found: list[tuple[str, Callable[[], Tensor]]] = []
+        for index in range(graph.get_execution_plan_count()):
+            try:
+                graph.build_plan_at_index(index)
+                size = graph.get_workspace_size_plan_at_index(index)
+            except Exception:  # one that does not run here
+                continue
+            workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
+
+            def run(index: int = index, workspace: Tensor = workspace, held: Any = held) -> Tensor:
+                stream = torch.cuda.current_stream(self._device).cuda_stream
+                self._cudnn.set_stream(handle=self._handle, stream=stream)
+                graph.execute_plan_at_index(pack, workspace.data_ptr(), index, self._handle)
+                return out
+
+            found.append((str(graph.get_plan_name_at_index(index)), run))
+        return found
+
+    def _pack(
+        self,
+        uids: dict[str, int],
+        tensors: dict[str, Tensor],
+        scalars: tuple[Tensor, Tensor, Tensor, Tensor],
+        amax: Tensor,
+    ) -> dict[int, int]:
+        """Addresses by cuDNN's numbers."""
         scale_s, descale_s = self._weight
         descale_q, descale_k, descale_v, scale_o = scalars
         given = tensors | {
@@ -75,19 +122,21 @@ class CudnnFp8:
             "descale_s": descale_s,
             "scale_s": scale_s,
             "scale_o": scale_o,
-            "amax_s": plan.amax[0],
-            "amax_o": plan.amax[1],
+            "amax_s": amax[0],
+            "amax_o": amax[1],
         }
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._cudnn.set_stream(handle=self._handle, stream=stream)
-        pack = {plan.uids[name]: tensor.data_ptr() for name, tensor in given.items()}
-        if stream not in plan.workspaces:
-            size = max(plan.graph.get_workspace_size(), 1)
-            plan.workspaces[stream] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        plan.graph.execute(pack, plan.workspaces[stream].data_ptr(), handle=self._handle)
-        return out
+        return {uids[name]: tensor.data_ptr() for name, tensor in given.items()}
 
     def _build(self, tensors: dict[str, Tensor]) -> _Plan:
+        graph, uids = self._graph(tensors, [self._cudnn.heur_mode.A])
+        try:
+            graph.build_plans()
+        except Exception as error:
+            raise _none_here(tensors, error) from error
+        return _Plan(graph, uids, {}, torch.zeros(2, 1, device=self._device))
+
+    def _graph(self, tensors: dict[str, Tensor], modes: list[Any]) -> tuple[Any, dict[str, int]]:
+        """A graph with what could run it, and the numbers of its tensors by name."""
         kinds = self._cudnn.data_type
         graph = self._cudnn.pygraph(
             io_data_type=kinds.FP8_E4M3,
@@ -114,18 +163,20 @@ class CudnnFp8:
                 amax.set_output(True).set_dim(one["dim"]).set_stride(one["stride"]).set_data_type(kinds.FLOAT)
             graph.validate()
             graph.build_operation_graph()
-            graph.create_execution_plans([self._cudnn.heur_mode.A])
+            graph.create_execution_plans(modes)
             graph.check_support()
-            graph.build_plans()
         except Exception as error:  # the front end raises its own exceptions, and RuntimeError
-            raise ConfigError(
-                "cuDNN has no 8-bit attention for these shapes here",
-                got=f"{[tuple(t.shape) for t in tensors.values()]}: {str(error).splitlines()[0]}",
-                remedy="set attention: cudnn",
-            ) from error
+            raise _none_here(tensors, error) from error
         nodes |= {"o": out, "amax_s": amax_s, "amax_o": amax_o}
-        uids = {name: node.get_uid() for name, node in nodes.items()}
-        return _Plan(graph, uids, {}, torch.zeros(2, 1, device=self._device))
+        return graph, {name: node.get_uid() for name, node in nodes.items()}
 
     def _scalar(self, value: float) -> Tensor:
         return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=self._device)
+
+
+def _none_here(tensors: dict[str, Tensor], error: Exception) -> ConfigError:
+    return ConfigError(
+        "cuDNN has no 8-bit attention for these shapes here",
+        got=f"{[tuple(t.shape) for t in tensors.values()]}: {str(error).splitlines()[0]}",
+        remedy="set attention: cudnn",
+    )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.contract.errors import ConfigError, MissingDependency
 from wam_policy_ros.engine.fp8 import fp8_for
+from wam_policy_ros.engine.kernels.cudnn_attention import CudnnFp8
 
 from .kernel_cases import Sizes
 
@@ -41,14 +42,37 @@ def measure_products(sizes: Sizes, device: torch.device, seconds: Clock) -> dict
 
 
 def measure_attention(sizes: Sizes, device: torch.device, seconds: Clock) -> dict[str, dict[str, Any]]:
-    """TFLOP/s by number of keys and kernel, bf16."""
-    return {
-        str(keys): {
-            name: _rate(partial(_attention, sizes, keys, device, name), 4 * sizes.rows * keys * sizes.width, seconds)
+    """TFLOP/s by number of keys and kernel: bf16, and all kernels that cuDNN has for 8 bits, of both branches and one."""
+    out: dict[str, dict[str, Any]] = {}
+    for keys in sizes.keys:
+        flop = 4 * sizes.rows * keys * sizes.width
+        out[str(keys)] = {
+            name: _rate(partial(_attention, sizes, keys, device, name), flop, seconds)
             for name in (("cudnn", "flash") if device.type == "cuda" else ("default",))
         }
-        for keys in sizes.keys
-    }
+        if device.type == "cuda":
+            for branches in sorted({sizes.branches, 1}, reverse=True):
+                out[str(keys)] |= _eight_bit(sizes, branches, keys, device, seconds)
+    return out
+
+
+def _eight_bit(sizes: Sizes, branches: int, keys: int, device: torch.device, seconds: Clock) -> dict[str, Any]:
+    """TFLOP/s of each kernel; the first is the one that the step takes."""
+    title = f"fp8, {branches} branch{'es' if branches > 1 else ''}"
+    try:
+        kernel, dtype = CudnnFp8(device), fp8_for(device).dtype
+        q, k, v = (torch.randn(branches, n, sizes.heads, sizes.head_dim, device=device).to(dtype)
+                   for n in (sizes.tokens, keys, keys))  # fmt: skip
+        plans = kernel.plans(q, k, v, kernel.scalars(1.0, 1.0, 1.0))
+    except (ConfigError, MissingDependency, RuntimeError) as error:
+        return {title: f"not available: {str(error).splitlines()[0][:120]}"}
+    flop = 4 * branches * sizes.tokens * keys * sizes.width
+    return {f"{title}: {i} {name}": _rate(partial(_ignoring, run), flop, seconds)
+            for i, (name, run) in enumerate(plans)}  # fmt: skip
+
+
+def _ignoring(run: Callable[[], Tensor]) -> Work:
+    return lambda i: run()
 
 
 def _rate(make: Callable[[], Work], flop: int, seconds: Clock) -> Any:
