@@ -42,7 +42,7 @@ def measure_products(sizes: Sizes, device: torch.device, seconds: Clock) -> dict
 
 
 def measure_attention(sizes: Sizes, device: torch.device, seconds: Clock) -> dict[str, dict[str, Any]]:
-    """TFLOP/s by number of keys and kernel: bf16, and all kernels that cuDNN has for 8 bits, of both branches and one."""
+    """TFLOP/s by number of keys and kernel: bf16, and all that cuDNN has for 8 bits, of both branches and of one."""
     out: dict[str, dict[str, Any]] = {}
     for keys in sizes.keys:
         flop = 4 * sizes.rows * keys * sizes.width
