@@ -169,6 +169,7 @@ def test_four_ranks_are_a_grid():
         ({"step": "fused", "branches": "beside", "guidance_scale": 1.0}, "beside"),
         ({"branches": "apart"}, "plain"),
         ({"rank_deadline_s": 0.0}, "rank_deadline_s"),
+        ({"gpus": 2, "rank_deadline_s": 0.2}, "rank_deadline_s is too short"),
     ],
 )
 def test_options_without_effect_are_refused(options, word):

@@ -20,6 +20,7 @@ from test.engine.tiny_policy import look, make_policy, same
 from wam_policy_ros.contract.errors import NotReady, Overloaded, PolicyLost
 from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
 from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed")
 
@@ -88,6 +89,35 @@ def test_a_rank_that_dies_or_hangs_in_mid_step_is_a_typed_fault_in_time(config, 
     with several(config) as again:
         one = make_policy(replace(config, gpus=1, branches="apart" if config.step == "fused" else "together"))
         assert all(same(a, b) for a, b in zip(run(again, (1, 4)), run(one, (1, 4)), strict=True))
+
+
+def test_a_rank_that_dies_before_the_processes_have_met_is_a_typed_fault(monkeypatch):
+    """What waits for it in torch.distributed waits for a day. The next policy of the same process works."""
+    send = Ranks.send
+
+    def strike(self, name, *content):
+        if name == "join":
+            os.kill(self.pids[0], signal.SIGKILL)
+        send(self, name, *content)
+
+    monkeypatch.setattr(Ranks, "send", strike)
+    start_s = time.monotonic()
+    with pytest.raises(PolicyLost, match=r"rank 1.*SIGKILL"):
+        make_several(TWO)
+    assert time.monotonic() - start_s < 30.0
+    monkeypatch.undo()
+    with several(TWO) as again:
+        assert len(run(again, (1,))) == 1
+
+
+def test_no_folder_is_needed_and_nothing_is_left_in_any(tmp_path, monkeypatch):
+    """Also by a leader that is killed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process, pids = leader("time.sleep(100)")
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(alive, pids)), 3.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_runs_but_does_not_answer_is_lost_in_time():

@@ -90,7 +90,7 @@ class EngineConfig:
             branches first, *exact* against ``apart``; then the sequence of each branch, *numeric*.
         capture_exchange: with ``graphs`` and GPUs that share a branch: record their exchanges, too; False leaves all
             that contains one unrecorded. *Exact*.
-        rank_deadline_s: when another GPU's process does not answer for so long, the policy is lost.
+        rank_deadline_s: when another GPU's process does not answer for so long, the policy is lost; at least 1.
     """
 
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
@@ -127,9 +127,8 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"{name} must be a finite number", got=repr(value))
-        for name in ("sigma_shift", "rank_deadline_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive", got=getattr(self, name))
+        if not self.sigma_shift > 0:
+            raise ConfigError("sigma_shift must be positive", got=self.sigma_shift)
         if type(self.seed) is not int:
             raise ConfigError("seed must be an integer", got=repr(self.seed))
         self._check_guidance()
@@ -139,6 +138,12 @@ class EngineConfig:
     def _check_gpus(self) -> None:
         if type(self.gpus) is not int or self.gpus < 1:
             raise ConfigError("gpus must be a whole number from 1 on", got=repr(self.gpus))
+        if self.rank_deadline_s < 1.0:  # a process says four times a second that it runs
+            raise ConfigError(
+                "rank_deadline_s is too short to tell a slow process from a dead one",
+                got=self.rank_deadline_s,
+                expected="1 or more, in seconds",
+            )
         if self.branches != "together" and (self.gpus > 1 or self.guidance_scale == 1.0):
             raise ConfigError(
                 f"branches: {self.branches} is for guidance on one GPU",

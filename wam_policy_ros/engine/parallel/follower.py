@@ -72,7 +72,7 @@ class _Follower:
         setup = self._setup
         self._line.send("answer", None)
         assert self._line.receive() == ("join",)
-        self._groups = connect(setup.grid, setup.rank, self._device, setup.store, setup.backend)
+        self._groups = connect(setup.grid, setup.rank, self._device, setup.place, setup.backend)
         self._line.send("answer", None)
         commands: dict[str, Callable[..., None]] = {
             "path": self._path,

@@ -30,7 +30,12 @@ class Grid:
         if not guided or gpus == 1:
             return cls(1, gpus)
         if gpus % 2:
-            raise ConfigError("two guidance branches need an even number of GPUs", got=gpus, expected="1, 2, 4 or 8")
+            raise ConfigError(
+                "two guidance branches need an even number of GPUs",
+                got=gpus,
+                expected="1, 2, 4 or 8",
+                remedy="set gpus to one of them; without guidance any divisor of the attention heads will do",
+            )
         return cls(2, gpus // 2)
 
     @property

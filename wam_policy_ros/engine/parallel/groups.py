@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import socket
 import threading
 from collections.abc import Mapping
@@ -43,6 +46,44 @@ def environment() -> dict[str, str]:
 
 NEVER = timedelta(days=1)
 """The keeper of the ranks gives up, not the libraries: they know neither how long a step may take nor what follows."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks find each other: a file that is in memory only, so that no folder has to be writable and nothing is
+    left behind however a process ends.
+
+    Attributes:
+        descriptor: of the file, the same number in every rank.
+        name: whoever else has ever met in this file has another one.
+    """
+
+    descriptor: int
+    name: str
+
+    def store(self, ranks: int) -> dist.Store:
+        return dist.PrefixStore(self.name, dist.FileStore(f"/proc/self/fd/{self.descriptor}", ranks))
+
+
+@functools.cache
+def _file() -> int:
+    # One for the life of the process, and never closed: PyTorch writes to that path when it lets go of a store, and it
+    # may hold one for long after a fault. The number must not be another file's by then.
+    return os.memfd_create("wam_ranks")
+
+
+_MEETINGS = itertools.count()
+
+
+def place_to_meet() -> Place:
+    """
+    Raises:
+        ConfigError: this system has no such files.
+    """
+    try:
+        return Place(_file(), f"{next(_MEETINGS)}/")
+    except (AttributeError, OSError) as error:
+        raise ConfigError("several GPUs need files in memory", got=str(error), expected="Linux") from error
 
 
 @dataclass(frozen=True)
@@ -109,20 +150,22 @@ def refuse_groups() -> None:
         )
 
 
-def connect(grid: Grid, rank: int, device: torch.device, store: str, backend: str = "auto") -> Groups:
+def connect(grid: Grid, rank: int, device: torch.device, place: Place, backend: str = "auto") -> Groups:
     """Meet the other ranks. Returns when all of them have called this.
 
     Args:
-        store: path of a file that does not exist yet, in a folder of this user alone.
+        place: the same in all of them.
         backend: of torch.distributed; ``auto``: NCCL on GPUs, gloo on CPUs.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
+    # Groups are found by numbers that count what this process ever made, also when that failed; a new process has 0.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         backend,
-        store=dist.FileStore(store, grid.size),
+        store=place.store(grid.size),
         rank=rank,
         world_size=grid.size,
         timeout=NEVER,
@@ -150,7 +193,7 @@ def disconnect(timeout_s: float) -> bool:
     """Leave without the others, who may be gone. False: it does not end, and this process can make no groups again."""
 
     def leave() -> None:
-        with suppress(RuntimeError, ValueError):
+        with suppress(RuntimeError, ValueError, AssertionError):  # they may be gone already
             if dist.get_backend() == dist.Backend.NCCL:
                 # Unlike destroying them, this waits for nobody.
                 dist.distributed_c10d._abort_process_group()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,6 +29,7 @@ class Keeper(threading.Thread):
         count: processes.
         environment: of theirs, on top of this one's.
         silent_s: each says several times a second that it runs.
+        kept_open: descriptors that they have, too, under the same numbers.
 
     Attributes:
         fault: why the processes are lost; None while they are not.
@@ -36,13 +37,15 @@ class Keeper(threading.Thread):
         said: per process, the newest line about its progress and the fraction.
     """
 
-    def __init__(self, count: int, environment: Mapping[str, str], silent_s: float) -> None:
+    def __init__(
+        self, count: int, environment: Mapping[str, str], silent_s: float, kept_open: Sequence[int] = ()
+    ) -> None:
         super().__init__(name="wam_ranks", daemon=True)
         self.fault: str | None = None
         self.answers: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
         self.said: list[tuple[str, float]] = [("starting", 0.0)] * count
         self.silent_s = silent_s
-        self._environment = environment
+        self._environment, self._kept_open = environment, kept_open
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._spawned = threading.Event()
@@ -133,7 +136,7 @@ class Keeper(threading.Thread):
         process = subprocess.Popen(
             [sys.executable, "-m", "wam_policy_ros.engine.parallel.start", str(theirs.fileno()), str(os.getpid())],
             env=environment,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *self._kept_open],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what this process writes to its own is its answer to somebody
             start_new_session=True,  # signals of the terminal are for this process

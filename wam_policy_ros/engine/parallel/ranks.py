@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from wam_policy_ros.contract.errors import ConfigError, PolicyLost, WamError
 from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.device import on_device
 from wam_policy_ros.engine.weights import WeightSource
 
 from .grid import Grid
-from .groups import Groups, connect, disconnect, environment, refuse_groups
+from .groups import Groups, Place, connect, disconnect, environment, place_to_meet, refuse_groups
 from .keeper import Keeper
 
 Progress = Callable[[str, float], None]
@@ -58,7 +58,7 @@ class Setup:
     Attributes:
         device: as text; dtype: of the weights. picture_hw: size of the pictures the network sees.
         config: decides how weights are loaded.
-        store: file through which the ranks meet; backend: see ``connect``.
+        place: where the ranks meet; backend: see ``connect``.
         threads: of PyTorch on a CPU, where sums depend on it.
     """
 
@@ -69,7 +69,7 @@ class Setup:
     weights: WeightSource
     picture_hw: tuple[int, int]
     config: EngineConfig
-    store: str
+    place: Place
     backend: str
     threads: int
 
@@ -105,7 +105,7 @@ class Ranks:
         self.groups: Groups | None = None
         devices = devices or devices_of(self.grid.size, device)
         refuse_groups()
-        self._folder = tempfile.TemporaryDirectory(prefix="wam_ranks_")  # of this user alone
+        place = place_to_meet()
         variables = environment()
         for name, value in variables.items():
             os.environ.setdefault(name, value)
@@ -117,14 +117,14 @@ class Ranks:
             weights=weights,
             picture_hw=picture_hw,
             config=config,
-            store=str(Path(self._folder.name) / "store"),
+            place=place,
             backend=backend,
             threads=torch.get_num_threads(),
         )
         self._setup = first
-        self._keeper = Keeper(self.grid.size - 1, variables, silent_s=6 * self.deadline_s)
+        self._keeper = Keeper(self.grid.size - 1, variables, 6 * self.deadline_s, kept_open=[place.descriptor])
         self._met: list[bool] = []  # something, as soon as there may be groups
-        self._finalizer = weakref.finalize(self, _end, self._keeper, self._folder, self._met)
+        self._finalizer = weakref.finalize(self, _end, self._keeper, self._met)
         self._known: set[Hashable] = set()
         self._new: set[Hashable] = set()
         self._limits: list[float | None] = []
@@ -161,14 +161,41 @@ class Ranks:
             return self.groups
         self.answers(START_S, progress)
         self.send("join")
-        setup = self._setup
         with self._waiting(START_S):
             refuse_groups()
             self._met.append(True)
-            self.groups = connect(self.grid, 0, self.device, setup.store, setup.backend)
+            self.groups = self._connected(progress)
         self._keeper.at_fault(self.groups.give_up)
         self.answers(START_S, progress)
         return self.groups
+
+    def _connected(self, progress: Progress) -> Groups:
+        """``connect`` waits for a rank that died as for one that is slow, and nothing ends that: it has a thread of its
+        own, which is left to it."""
+        setup, found, given_up = self._setup, SimpleQueue[Groups | BaseException](), threading.Event()
+
+        def meet() -> None:
+            try:
+                with on_device(self.device):
+                    found.put(connect(self.grid, 0, self.device, setup.place, setup.backend))
+            except BaseException as error:
+                found.put(error)
+            if given_up.is_set():
+                disconnect(LEAVE_S)
+
+        threading.Thread(target=meet, name="wam_groups_meet", daemon=True).start()
+        try:
+            while found.empty():
+                self.check()
+                progress("the processes meet", 1.0)
+                time.sleep(0.02)
+        except BaseException:
+            given_up.set()
+            raise
+        groups = found.get()
+        if isinstance(groups, BaseException):
+            raise groups
+        return groups
 
     def hold(self, user: object) -> None:
         """``close`` waits for this user's, too."""
@@ -347,11 +374,10 @@ def devices_of(count: int, first: torch.device) -> list[str]:
     return [f"cuda:{index + i}" for i in range(count)]
 
 
-def _end(keeper: Keeper, folder: tempfile.TemporaryDirectory[str], met: list[bool]) -> None:
+def _end(keeper: Keeper, met: list[bool]) -> None:
     """Also by the collector, in whatever thread that runs, and when the interpreter ends."""
     keeper.end()
     if threading.current_thread() is not keeper:
         keeper.join(LEAVE_S)
     if met:
         disconnect(LEAVE_S)
-    folder.cleanup()
