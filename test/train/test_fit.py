@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from wam_policy_ros.model.vae import VideoVAE, latent_statistics
 from wam_policy_ros.model.vae_blocks import VAEStream
+from wam_policy_ros.train.action_error import action_error
 from wam_policy_ros.train.fit import Recipe, Trainer, batch_loss, cross_keys
 from wam_policy_ros.train.fit_vae import (
     VAERecipe,
@@ -22,7 +24,7 @@ from wam_policy_ros.train.preset import TOY
 from wam_policy_ros.train.runlog import Budget, RunLog
 from wam_policy_ros.train.whole_clip import WholeClip
 
-from .stand_in import network, sources
+from .stand_in import episode, network, sources
 
 QUIET = Recipe(batch=4, lr=3e-3, warmup=5, state_noise=0.0, latent_noise=0.0, report_s=1e9, save_s=1e9, ema=0.9)
 
@@ -181,3 +183,21 @@ def test_an_error_at_an_edge_and_on_a_thing_costs_more():
     assert busy(wanted)[..., 13, 13] > 5 * busy(wanted)[..., 30, 30]
     costs = [float(picture_loss(p, wanted, recipe)[0]) for p in (plain, thing)]
     assert costs[1] > 1.5 * costs[0], costs
+
+
+def test_the_rows_of_a_policy_that_knows_its_windows_are_close_and_those_of_one_that_does_not_are_not(tmp_path):
+    made = network()
+    found = sources(made, tmp_path, count=1)
+    found.windows.anchors = found.windows.anchors[:1]
+    average = found.windows.average_rows()
+    before = action_error(made.eval(), found, average)
+    _trainer(made, found, tmp_path).run(Budget(1e9), max_steps=120)
+    after = action_error(made.eval(), found, average)
+    assert after["rad"] < 0.4 * before["rad"] and after["rad"] < after["hold_rad"], (before, after)
+    assert after["rad"] <= after["rad_95"] and 0 <= after["gripper"] <= 1
+    # Whoever holds is off by what the expert moves: rows in radians, on the executed rows only.
+    batch = found.windows.batch(found.windows.anchors)
+    e = episode(0)
+    at = batch.observed[batch.has_rows].numpy() * TOY.stride
+    moves = np.abs(e.label[at] - e.state[at][:, None])[:, : TOY.steps, :7].mean()
+    assert after["hold_rad"] == pytest.approx(before["hold_rad"]) == pytest.approx(moves, rel=0.02)

@@ -1,8 +1,8 @@
 """``wam train``: a small network of DreamZero's architecture, from nothing to a checkpoint and its success.
 
 ``all``: demonstrations, VAE, DiT, checkpoint, evaluation, by the clock; ``vae`` and ``dit``: the same in two calls.
-``dagger``: play a checkpoint, let the expert
-say what it would have done, and train on. ``eval``: success of a checkpoint on seeds that are never trained on.
+``dagger``: play a checkpoint, let the expert say what it would have done, and train on. ``eval``: success of a
+checkpoint on seeds that are never trained on.
 """
 
 from __future__ import annotations

@@ -142,6 +142,13 @@ class Sources:
     latents: Latents
 
 
+def given(sources: Sources, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What the blocks of windows look back at: conditioning ``[B, 4 + z, 3, h, w]``, latents of observed frames."""
+    ys = sources.latents.conditioning(batch.anchor).float()
+    seen = sources.latents.block[batch.observed[:, 1:]].float()  # [B, K - 1, z, F, h, w]
+    return ys, torch.cat([ys[:, 4:, :1], seen.transpose(1, 2).flatten(2, 3)], dim=2)
+
+
 def batch_loss(
     network: DreamZero,
     sources: Sources,
@@ -168,10 +175,7 @@ def batch_loss(
     def rand(*shape: int) -> Tensor:
         return torch.rand(shape, generator=noise, device=device)
 
-    ys = latents.conditioning(batch.anchor).to(kind)
-    first = ys[:, 4:, :1]
-    seen = latents.block[batch.observed[:, 1:]].to(kind)  # [B, K - 1, z, F, h, w]
-    observed = torch.cat([first, seen.transpose(1, 2).flatten(2, 3)], dim=2)
+    ys, observed = given(sources, batch)
     if recipe.latent_noise and sigma is None:
         observed = observed + recipe.latent_noise * rand(count, 1, 1, 1, 1) * randn(observed)
     target_video = latents.block[batch.following].to(kind)
@@ -213,15 +217,17 @@ class Trainer:
     """One training of the DiT and its two encoders. The VAE is left alone.
 
     Args:
+        measure: called with the average in place of the live weights, after validation.
         save: called with a text when weights are worth keeping, with the average in place of the live weights.
     """
 
     def __init__(
         self, network: DreamZero, sources: Sources, recipe: Recipe, log: RunLog, *, seed: int,
-        save: Callable[[str], None] = lambda why: None, validation: Sources | None = None, compiled: bool = False,
+        save: Callable[[str], None] = lambda why: None, validation: Sources | None = None,
+        measure: Callable[[], None] = lambda: None, compiled: bool = False,
     ) -> None:  # fmt: skip
         self.network, self.sources, self.recipe, self.log = network, sources, recipe, log
-        self.validation, self._save = validation, save
+        self.validation, self._save, self._measure = validation, save, measure
         network.train().requires_grad_(True)
         network.vae.eval().requires_grad_(False)
         decayed = [p for n, p in self._trained() if p.ndim >= 2]
@@ -296,6 +302,7 @@ class Trainer:
         try:
             if self.validation is not None:
                 self.log.point("validation", self.step, self.validate(self.validation))
+            self._measure()
             self._save(why)
         finally:
             self.network.train()

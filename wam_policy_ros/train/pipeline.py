@@ -22,6 +22,7 @@ from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.tokenizer import UMT5Tokenizer
 from wam_policy_ros.model.vae import VideoVAE
 
+from .action_error import action_error
 from .bundle import write_bundle
 from .episodes import read_shard, shards
 from .errors import DataError, TrainError
@@ -40,6 +41,8 @@ from .vocabulary import write_tokenizer
 VALIDATE_EVERY = 32
 """Of so many shards one is for validation only."""
 ENCODE_BATCH = 128
+SEEN_SEEDS = 8
+"""Training seeds that are played before the evaluation."""
 PLAYED_SEEDS = 10_000_000
 """Added to the seed of what a policy plays, so that its scenes are no demonstration's."""
 
@@ -304,8 +307,17 @@ class Run:
 
     def _fit(self, network: DreamZero, sources: Sources, validation: Sources | None, until_s: float) -> None:
         plan = self.plan
+        average = sources.windows.average_rows()
+
+        def measure() -> None:
+            for name, found in (("training", sources), ("validation", validation)):
+                if found is not None:
+                    values = action_error(network, found, average)
+                    self.log.point(f"rows, {name}", self._trainer.step, values)
+
         trainer = Trainer(
             network, sources, plan.recipe, self.log, seed=plan.seed, save=lambda why: self._save(network, why),
+            measure=measure,
             validation=validation, compiled=plan.compiled,
         )  # fmt: skip
         stored = self.out / "trainer.pt"
@@ -349,7 +361,11 @@ class Run:
             return {}
         what = Rollouts(str(self.out / "checkpoint"), plan.preset, tasks=plan.tasks)
         seeds = list(EVALUATION_SEEDS)[: plan.evaluation_seeds]
-        outcomes, errors = evaluate(what, seeds, workers=plan.workers, seconds=left - 5)
+        # First some that it was trained on: a policy that fails there has not learnt, whatever it does elsewhere.
+        known = list(range(plan.first_seed, plan.first_seed + min(SEEN_SEEDS, plan.evaluation_seeds)))
+        outcomes, errors = evaluate(what, known + seeds, workers=plan.workers, seconds=left - 5)
+        seen, outcomes = outcomes[: len(known)], outcomes[len(known) :]
+        self.log.line(f"on training seeds: {sum(o.success for o in seen)} of {len(seen)}")
         report = write_summary(self.out / "evaluation.json", outcomes, what)
         counts = f"{report['success']} of {report['episodes']} unseen seeds ({len(seeds)} planned)"
         self.log.line(

@@ -123,6 +123,7 @@ class Windows:
     Attributes:
         ids, mask: int64 ``[P, text_len]`` of the different prompts.
         anchors: int64 ``[A]`` frame numbers at which a window may start.
+        row_middle, row_half: of the range of a row's numbers, ``[N, 8]``: radians = middle + half * normalised.
     """
 
     def __init__(
@@ -145,6 +146,8 @@ class Windows:
         def put(x: npt.NDArray[Any], kind: torch.dtype) -> Tensor:
             return torch.from_numpy(x).to(self.device, kind)
 
+        low, high = _limits(statistics.action, label.shape[1])
+        self.row_middle, self.row_half = put((high + low) / 2, torch.float32), put((high - low) / 2, torch.float32)
         self._states = put(normalised_states(state, statistics), torch.float32)
         rows = normalised_rows(np.where(has[:, None, None], label, 0.0), state, statistics)
         self._rows = put(np.clip(rows, -FAR, FAR), torch.float32)
@@ -159,6 +162,10 @@ class Windows:
         self.anchors = self.anchors[self._has[at].any(dim=1)]
         if not len(self.anchors):
             raise DataError("no window has a label")
+
+    def average_rows(self) -> Tensor:
+        """What is done on average, normalised: ``[N, 8]``."""
+        return self._rows[self._has].mean(dim=0)
 
     def batch(self, anchor: Tensor) -> Batch:
         """``anchor`` ``[B]`` frame numbers of ``anchors``."""
