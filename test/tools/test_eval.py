@@ -245,7 +245,8 @@ def test_a_price_list_of_what_this_machine_can_do(checkpoint: str, capsys: pytes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--door", "ros", "--control", "hold"], "not available"),
+        (["--door", "ros", "--control", "hold"], "runs already"),
+        (["--door", "ros", "--tiers", "16,8"], "options of the engine"),
         (["--door", "window", "--control", "hold"], "unknown door"),
         ([], "checkpoint folder"),
         (["x", "--control", "expert"], "no network"),

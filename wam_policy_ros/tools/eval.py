@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--control", default="", help="instead, or with it: hold, wrong-seed-replay, expert (no "
                       "checkpoint); blank-cameras (the policy, which sees grey)")  # fmt: skip
     what.add_argument("--door", default="engine", help="engine: in this process (default); openpi: through a policy "
-                      "server that is started, or --url; ros: through the node")  # fmt: skip
+                      "server that is started, or --url; ros: wam_sim and the node, which run already")  # fmt: skip
     what.add_argument("--url", default="", help="of a policy server that runs already, e.g. ws://host:8000")
     what.add_argument("--dialect", default="vllm_omni", help="how --url is spoken to")
     what.add_argument("--tokenizer")
@@ -153,6 +153,10 @@ def play(plan: Any, seeds: range, workers: int, minutes: float | None) -> tuple[
     """Episodes in order, and errors of processes; one simulator runs in this process."""
     from .eval_suite.doors import serving
 
+    if plan.door == "ros":
+        from .eval_suite.ros_door import play_ros
+
+        return play_ros(plan, seeds, Teller(len(seeds)))
     with serving(plan, print) as served:
         tell = Teller(len(seeds))
         if workers > 1 and len(seeds) > 1:

@@ -71,7 +71,7 @@ def _play(plan: Any, args: argparse.Namespace) -> int:
     video.rename(args.report / REPORT_FILES[0])
     plot.rename(args.report / REPORT_FILES[1])
     (args.report / REPORT_FILES[2]).write_text(json.dumps(report, indent=1), encoding="utf-8")
-    others = "".join(f"; took the {n.replace('_', ' ')} instead" for n in episode.taken)
+    others = "".join(f"; took the {n.replace('_', ' ')} instead" for n in episode.taken or ())
     print(f"{'LIFTED' if episode.success else 'not lifted'} after {episode.ticks / 15:.1f} simulated s, "
           f"highest {episode.highest_m:.2f} m{others}")  # fmt: skip
     for name in REPORT_FILES:

@@ -50,8 +50,9 @@ class Episode:
         ticks: until success or the end.
         highest_m: of the task's thing above where it lay, at most.
         moved_m: thing -> how far (m) from where it lay it ended; only those that were moved.
-        taken: things other than the task's that were lifted as high as counts as lifted.
-        actions_sha256: of the rows that were executed, float64 little-endian, gripper as the policy gave it.
+        taken: things other than the task's that were lifted as high as counts as lifted; None: not known.
+        actions_sha256: of the rows that were executed, float64 little-endian, gripper as the policy gave it; None: not
+            known.
         calls_s: seconds per call of the policy.
         policy: what the policy says of itself; JSON.
         executed: ``[ticks, 8]``.
@@ -64,8 +65,8 @@ class Episode:
     ticks: int
     highest_m: float
     moved_m: dict[str, float]
-    taken: tuple[str, ...]
-    actions_sha256: str
+    taken: tuple[str, ...] | None
+    actions_sha256: str | None
     calls_s: tuple[float, ...]
     policy: dict[str, Any]
     executed: Array = field(repr=False)
@@ -80,7 +81,7 @@ class Episode:
             "ticks": self.ticks,
             "highest_m": round(self.highest_m, 4),
             "moved_m": {n: round(d, 4) for n, d in self.moved_m.items()},
-            "others_taken": list(self.taken),
+            "others_taken": None if self.taken is None else list(self.taken),
             "calls": len(self.calls_s),
             "actions_sha256": self.actions_sha256,
         }
@@ -90,8 +91,11 @@ def sha256_of(rows: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(rows, dtype="<f8").tobytes()).hexdigest()
 
 
-def sha256_of_all(episodes: Iterable[Episode]) -> str:
-    """One name for what was executed in all episodes: of their seeds and hashes, by seed."""
+def sha256_of_all(episodes: Iterable[Episode]) -> str | None:
+    """One name for what was executed in all episodes: of their seeds and hashes, by seed; None where one has none."""
+    episodes = list(episodes)
+    if any(e.actions_sha256 is None for e in episodes):
+        return None
     lines = [f"{e.seed} {e.actions_sha256}\n" for e in sorted(episodes, key=lambda e: e.seed)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

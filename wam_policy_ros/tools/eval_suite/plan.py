@@ -14,7 +14,7 @@ from .controls import BLANK, CONTROLS, EXPERT, REPLAY
 DOORS = {
     "engine": "the policy in the process of the simulator",
     "openpi": "a client of a policy server, over a real WebSocket",
-    "ros": "the robot's node, over ROS topics",
+    "ros": "a simulator and a policy node that run already, over ROS topics",
 }
 
 
@@ -58,12 +58,6 @@ class Plan:
     def __post_init__(self) -> None:
         if self.door not in DOORS:
             raise ConfigError("unknown door", got=repr(self.door), expected=f"one of {list(DOORS)}")
-        if self.door == "ros":
-            raise ConfigError(
-                "the door ros is not available: the simulator has no ROS node in this version",
-                expected="engine or openpi",
-                remedy="evaluate the same checkpoint through engine, or `wam serve` through openpi",
-            )
         if self.control and self.control not in CONTROLS:
             raise ConfigError("unknown control", got=repr(self.control), expected=f"one of {sorted(CONTROLS)}")
         if self.control in (EXPERT, REPLAY) and self.door != "engine":
@@ -79,6 +73,15 @@ class Plan:
         self._check_policy()
 
     def _check_policy(self) -> None:
+        if self.door == "ros":
+            names = ("checkpoint", "random_weights", "url", "control", "options", "instruction", "execute", "pictures")
+            if given := [n for n in names if getattr(self, n)]:
+                raise ConfigError(
+                    "the door ros leads to a policy node that runs already, with options and words of its own",
+                    got=", ".join(given),
+                    expected="only --seeds, --task and --max-ticks",
+                )
+            return
         given = [n for n in ("checkpoint", "random_weights", "url") if getattr(self, n)]
         own = bool(self.control) and self.control != BLANK
         if own and given:

@@ -43,7 +43,7 @@ def summary(
     fingerprint = policy.pop("fingerprint", None)
     calls = [s for e in episodes for s in e.calls_s[1:]]
     others: dict[str, int] = {}
-    for name in (n for e in episodes for n in e.taken):
+    for name in (n for e in episodes for n in e.taken or ()):
         others[name] = others.get(name, 0) + 1
     return {
         "format": FORMAT,

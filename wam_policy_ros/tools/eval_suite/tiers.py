@@ -40,6 +40,8 @@ def with_tier(plan: Plan, name: str) -> Plan:
     Raises:
         ConfigError: this policy has nothing to save there.
     """
+    if plan.door == "ros":
+        raise ConfigError("tiers are options of the engine; the node that runs has its own", got="door ros")
     if plan.url:
         raise ConfigError("tiers are options of the engine; a server that runs already has its own", got=plan.url)
     options: dict[str, Any] = dict(plan.options)
