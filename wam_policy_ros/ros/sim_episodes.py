@@ -40,8 +40,8 @@ class SimEpisodes(Node):
         super().__init__("wam_sim_episodes", **kwargs)
         self._quiet_s = quiet_s
         self._said: list[dict[str, Any]] = []
-        self._parameters = AsyncParameterClient(self, sim)
-        self._reset = self.create_client(Trigger, "sim/reset")
+        self._sim_parameters = AsyncParameterClient(self, sim)
+        self._reset: Any = self.create_client(Trigger, "sim/reset")
         self.create_subscription(String, "sim/episode", lambda m: self._said.append(json.loads(m.data)), latched_qos())
 
     def play(self, seed: int, task: str, max_ticks: int) -> dict[str, Any]:
@@ -50,12 +50,12 @@ class SimEpisodes(Node):
         Raises:
             PolicyUnavailable: no simulator, it refuses, or nothing moves its arm.
         """
-        if not self._reset.wait_for_service(FOUND_S) or not self._parameters.wait_for_services(FOUND_S):
+        if not self._reset.wait_for_service(FOUND_S) or not self._sim_parameters.wait_for_services(FOUND_S):
             raise PolicyUnavailable(
                 "no simulator answers", expected="wam_sim in this namespace and ROS domain", remedy="start wam_sim"
             )
         answers = self._wait(
-            self._parameters.set_parameters([Parameter("seed", value=seed), Parameter("task", value=task)])
+            self._sim_parameters.set_parameters([Parameter("seed", value=seed), Parameter("task", value=task)])
         ).results
         if refused := [a.reason for a in answers if not a.successful]:
             raise PolicyUnavailable("the simulator refuses the episode", got="; ".join(refused))
@@ -74,11 +74,9 @@ class SimEpisodes(Node):
                     ticked_s = time.monotonic()
                 last, highest = status, max(highest, status["lifted_m"])
                 if last["success"] or last["tick"] >= max_ticks:
-                    return _row(last, highest)
+                    return _row(last, highest, max_ticks)
             if any(s["episode"] > first["episode"] for s in said):
-                raise PolicyUnavailable(
-                    "somebody else reset the simulator", got=f"in the episode of seed {last['seed']}"
-                )
+                raise PolicyUnavailable("somebody else reset the simulator", got=f"seed {last['seed']} was cut short")
             if time.monotonic() - ticked_s > self._quiet_s:
                 raise PolicyUnavailable(
                     "nothing moves the simulated arm",
@@ -93,9 +91,11 @@ class SimEpisodes(Node):
         return future.result()
 
 
-def _row(status: dict[str, Any], highest_m: float) -> dict[str, Any]:
-    names = ("seed", "task", "instruction", "success", "tick", "moved_m")
-    return {n: status[n] for n in names} | {"highest_m": highest_m, "refused": status["refused"]}
+def _row(status: dict[str, Any], highest_m: float, max_ticks: int) -> dict[str, Any]:
+    """A message may have been lost: a success that is first heard of behind the end does not count."""
+    names = ("seed", "task", "instruction", "tick", "moved_m", "refused")
+    success = status["success"] and status["tick"] <= max_ticks
+    return {n: status[n] for n in names} | {"highest_m": highest_m, "success": success}
 
 
 def main(args: Sequence[str] | None = None) -> int:

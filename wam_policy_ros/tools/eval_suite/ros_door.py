@@ -1,4 +1,4 @@
-"""The door ``ros``: a simulator and a policy node that run already. ``ros/sim_episodes`` counts, in a process of its own."""
+"""The door ``ros``: a simulator and a policy node that run already. ``ros/sim_episodes`` counts, in its own process."""
 
 from __future__ import annotations
 
