@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-FILE = Path(__file__).parents[1] / "launch" / "dreamzero.launch.py"
+FOLDER = Path(__file__).parents[1] / "launch"
 
 try:
     # The folder launch/ of this repository is an importable namespace, so the name alone says nothing.
@@ -20,8 +20,8 @@ except ImportError as error:
     pytest.skip(f"launch or launch_ros cannot be imported ({error})", allow_module_level=True)
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("dreamzero_launch", FILE)
+def load(name: str = "dreamzero.launch.py") -> Any:
+    spec = importlib.util.spec_from_file_location(name.split(".")[0], FOLDER / name)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -93,3 +93,37 @@ def test_the_overrides_are_parameters_of_the_node() -> None:
     from wam_policy_ros.ros.parameters import NodeParameters
 
     assert set(load().OVERRIDES) <= set(NodeParameters.names())
+
+
+def demo(**arguments: str) -> list[tuple[Any, list[Any]]]:
+    """The nodes of the simulator's launch file and their evaluated parameters."""
+    context = LaunchContext()
+    context.launch_configurations.update(arguments)
+    nodes = [
+        action
+        for entity in load("sim_demo.launch.py").generate_launch_description().entities
+        for action in (entity.execute(context) or [])
+        if isinstance(entity, (DeclareLaunchArgument, OpaqueFunction))
+    ]
+    return [(node, list(evaluate_parameters(context, node._Node__parameters))) for node in nodes]
+
+
+def test_the_demo_starts_a_simulator_and_the_node_with_one_file() -> None:
+    (_, simulator), (_, policy) = demo(random_weights="tiny", seed="3", lockstep="false")
+    assert [Path(p).name for p in simulator[:-1]] == ["sim_demo.yaml"]
+    assert simulator[-1] == {"seed": 3, "lockstep": False}
+    assert [Path(p).name for p in policy[:-1]] == ["dreamzero.yaml", "sim_demo.yaml"]
+    assert policy[-1] == {"random_weights": "tiny"}
+    assert len(demo(view="rviz")) == 3
+    with pytest.raises(RuntimeError, match="is not valid"):
+        demo(view="window")
+
+
+def test_the_demo_s_arguments_are_parameters_of_its_nodes() -> None:
+    pytest.importorskip("rclpy")
+    pytest.importorskip("mujoco")
+    from wam_policy_ros.ros.parameters import NodeParameters
+    from wam_policy_ros.sim.sim_node import PARAMETERS
+
+    made = load("sim_demo.launch.py")
+    assert set(made.POLICY) <= set(NodeParameters.names()) and set(made.SIMULATOR) <= set(PARAMETERS)

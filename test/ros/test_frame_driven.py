@@ -108,3 +108,19 @@ def test_images_of_an_unsound_or_faulted_robot_ask_nothing() -> None:
     desk.wait(DT_NS)
     desk.images()
     assert len(desk.worker.requests) == count
+
+
+def test_a_simulator_that_holds_the_clock_is_not_waited_for() -> None:
+    desk = FrameDesk(simulated=True, warm_up_s=(0.5,), **PATIENT)
+    desk.running()
+    origin_ns = desk.worker.requests[0].observation.stamp_ns
+    assert desk.loop._due_ns - origin_ns >= 8 * DT_NS - 10, "what was measured in real seconds does not count"
+    desk.deliver()  # the last frames before the clock stands, and nobody looked at them
+    count = len(desk.worker.requests)
+    for waited_ms, asked in ((20, 0), (50, 0), (60, 1)):
+        desk.steady_ns += waited_ms * MS
+        desk.loop.on_tick()
+        assert len(desk.worker.requests) == count + asked, waited_ms
+    desk.steady_ns += 700 * MS
+    desk.answer()
+    assert desk.loop.pace.mean_s == 0.0, "no time on the clock, whatever it took"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 pytest.importorskip("mujoco", reason="mujoco is not installed: pip install 'wam_policy_ros[sim]'")
 
@@ -24,6 +25,7 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from wam_policy_ros.contract.fakes import ScriptedPolicy
 from wam_policy_ros.ros.messages import image_to_rgb, ns_to_stamp, stamp_to_ns
+from wam_policy_ros.ros.parameters import NodeParameters
 from wam_policy_ros.ros.policy_node import PolicyNode
 from wam_policy_ros.ros.qos import latched_qos, sensor_qos
 from wam_policy_ros.sim import cameras
@@ -31,11 +33,12 @@ from wam_policy_ros.sim.drive import ARM, FINGERS, GRIPPER
 from wam_policy_ros.sim.errors import RenderingUnavailable
 from wam_policy_ros.sim.expert import Expert
 from wam_policy_ros.sim.runner import DT_NS, GAP_NS
-from wam_policy_ros.sim.sim_node import SimNode
+from wam_policy_ros.sim.sim_node import PARAMETERS, SimNode
 from wam_policy_ros.sim.world import World
 
 from .conftest import wait_for
 from .harness import CAMERAS, SPEC, Spinner
+from .test_parameters import CONFIG, load
 
 pytestmark = pytest.mark.usefixtures("ros")
 _number = itertools.count()
@@ -300,25 +303,22 @@ def test_lock_step_gives_up_a_trajectory_that_nobody_replaces(make: Callable[...
 
 
 POLICY: dict[str, Any] = {
+    **load("sim_demo.yaml"),
     "backend": "hold",
-    "use_sim_time": True,
-    "joints.names": [*ARM, GRIPPER],
-    "gripper.open": 0.0,
-    "gripper.closed": 1.0,
     "instruction": "lift the mug",
-    "image.reliable": True,
-    "control.stamp": "absolute",
-    "output.topic": "panda_arm_controller/joint_trajectory",
-    "sim_reset.service": "sim/reset",
-    "sync.max_age_s": 10.0,
-    "sync.joint_max_age_s": 10.0,
-    "sync.future_tolerance_s": 0.2,
-    "safety.position_min": -3.1,
-    "safety.position_max": 3.8,
-    "safety.max_velocity": 2.0,
-    "safety.max_acceleration": 50.0,
     "safety.executor_stall_s": 5.0,
 }
+
+
+def test_the_demo_s_file_sets_what_exists() -> None:
+    given = yaml.safe_load((CONFIG / "sim_demo.yaml").read_text())["/**/wam_sim"]["ros__parameters"]
+    for name, value in given.items():
+        if name != "use_sim_time":
+            assert value == PARAMETERS[name][0] and type(value) is type(PARAMETERS[name][0]), (
+                "the defaults, to be changed"
+            )
+    params = NodeParameters.from_values({**load("dreamzero.yaml"), **load("sim_demo.yaml"), "random_weights": "tiny"})
+    assert params.control_execute_steps == given["lockstep_ticks"]
 
 
 def sway(observation: Any, index: int) -> np.ndarray:
@@ -330,13 +330,21 @@ def sway(observation: Any, index: int) -> np.ndarray:
     return np.c_[arm, np.full(24, (index % 3) / 4)]
 
 
+def reset_by_the_node(driver: Driver) -> None:
+    """The node's own reset starts the simulator over, and the policy goes on there."""
+    episode, client = driver.episode["episode"], driver.create_client(Trigger, "wam_policy/reset")
+    assert client.wait_for_service(10)
+    client.call_async(Trigger.Request())
+    wait_for(lambda: driver.episode["episode"] > episode and driver.episode["tick"] >= 8, 30.0, "reset")
+
+
 def test_the_policy_node_drives_it_and_its_latency_changes_nothing(make: Callable[..., Cell]) -> None:
     cell = make(real_time_factor=0.0, idle_s=2.0, seed=4)
     runs = []
     for latency_s in (0.02, 0.2):
         cell.reset(seed=4)
         policy = ScriptedPolicy(sway, latency_s=latency_s)
-        overrides = [Parameter(k, value=v) for k, v in POLICY.items()]
+        overrides = [Parameter(k, value=v) for k, v in POLICY.items() if v != ""]
         node = PolicyNode(
             lambda p, progress, policy=policy: policy, namespace=cell.namespace, parameter_overrides=overrides
         )
@@ -346,6 +354,8 @@ def test_the_policy_node_drives_it_and_its_latency_changes_nothing(make: Callabl
             driver = cell.driver
             zero_ns = driver.episode["stamp_ns"] - driver.episode["tick"] * DT_NS
             runs.append([driver.joints(zero_ns + k * DT_NS).tolist() for k in range(33)])
+            if len(runs) == 2:
+                reset_by_the_node(driver)
         finally:
             spinner.call(partial(node.close, 5.0))
             spinner.close()
