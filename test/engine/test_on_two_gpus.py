@@ -2,8 +2,9 @@
 
     python3 -m pytest -q -rs test/engine/test_on_two_gpus.py
 
-A small network with random weights and widths like the published one's. The ranks of all tests of a mode are the same
-processes, so that the file takes a minute or two. Two rehearsals, of the script and of nothing else:
+A small network with random weights and widths like the published one's. A start takes several seconds, so there are
+five: one of each mode for all of its tests, one after the last of them was killed, and one, of GPUs that share a
+branch, after that was stopped. Two rehearsals, of the script and of nothing else:
 ``WAM_TEST_DEVICE=cpu`` (gloo, the plain twins of the kernels, no graphs) and, on one GPU, ``WAM_TEST_BACKEND=gloo``
 (both ranks on it, exchanging through the host).
 """
@@ -14,7 +15,6 @@ import importlib.util
 import os
 import signal
 import time
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,33 +42,29 @@ MODES = {
     "bf16": {"step": "fused", "attention": "cudnn" if GPU else "torch", "graphs": GPU},
     "fp8": {"step": "fused", "linears": "fp8", "attention": "fp8", "text": "streamed", "graphs": GPU},
 }
+ONE_BRANCH = "bf16, one branch"
+"""Without guidance both share the sequence."""
+OTHERS = {
+    ONE_BRANCH: MODES["bf16"] | {"guidance_scale": 1.0, "capture_exchange": GPU and BACKEND != "gloo"},
+    "bf16, four": MODES["bf16"] | {"gpus": 4},
+}
 DEADLINE_S = 3.0
 
 
-def start(mode: str, **changes):
+def start(mode: str):
     if GPU and mode == "fp8" and importlib.util.find_spec("cudnn") is None:
         pytest.skip("nvidia-cudnn-frontend is not installed")
-    config = EngineConfig(**{"evaluations": 5, "gpus": 2, "rank_deadline_s": DEADLINE_S, **MODES[mode], **changes})
-    here = {"devices": [DEVICE] * 2, "backend": "gloo"} if BACKEND == "gloo" else {}
+    config = EngineConfig(**{"evaluations": 5, "gpus": 2, "rank_deadline_s": DEADLINE_S, **(MODES | OTHERS)[mode]})
+    here = {"devices": [DEVICE] * config.gpus, "backend": "gloo"} if BACKEND == "gloo" else {}
     dtype = torch.bfloat16 if GPU else torch.float32
     return make_several(config, raw=RAW, device=DEVICE, dtype=dtype, **here)
 
 
-@contextmanager
-def started(mode: str, **changes):
-    nothing_shared()
-    policy = start(mode, **changes)
-    pids = ranks_of(policy).pids
-    try:
-        yield policy
-    finally:
-        policy.disconnect()
-    wait_for(lambda: not any(map(alive, pids)), 15.0)
-
-
 def one_gpu(policy):
-    """The same weights on rank 0's GPU alone, with the same sizes of matrix products."""
-    return with_config(policy, gpus=1, branches="together" if policy.config.step == "plain" else "apart")
+    """The same weights on rank 0's GPU alone, with the same sizes of matrix products where that can be."""
+    guided = policy.config.guidance_scale != 1.0
+    apart = guided and policy.config.step == "fused"
+    return with_config(policy, gpus=1, branches="apart" if apart else "together")
 
 
 SHARED: dict[str, Any] = {}
@@ -77,8 +73,22 @@ SHARED: dict[str, Any] = {}
 
 def nothing_shared():
     for _, two in SHARED.values():
+        pids = ranks_of(two).pids
         two.disconnect()
+        wait_for(lambda pids=pids: not any(map(alive, pids)), 15.0)
     SHARED.clear()
+
+
+def shared(mode: str):
+    """One GPU and two, started unless they run."""
+    if mode not in SHARED:
+        nothing_shared()
+        try:
+            two = start(mode)
+        except ConfigError as error:
+            pytest.skip(f"{mode} cannot run here: {error}")
+        SHARED[mode] = one_gpu(two), two
+    return SHARED[mode]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,17 +97,10 @@ def nothing_stays():
     nothing_shared()
 
 
-@pytest.fixture(params=list(MODES))
+@pytest.fixture(scope="module", params=list(MODES))
 def pair(request):
-    """One GPU and two."""
-    if request.param not in SHARED:
-        nothing_shared()
-        try:
-            two = start(request.param)
-        except ConfigError as error:
-            pytest.skip(f"{request.param} cannot run here: {error}")
-        SHARED[request.param] = one_gpu(two), two
-    return SHARED[request.param]
+    """One GPU and two; of the module, so that all tests of a mode follow one another."""
+    return shared(request.param)
 
 
 def close(got, expected, limit):
@@ -118,7 +121,7 @@ def test_equals_one_gpu_bit_for_bit(pair, video):
 
 def test_close_to_both_branches_as_one_batch(pair):
     one, two = pair
-    together = run(with_config(one, branches="together"), (1, 4))
+    together = run(with_config(one, branches="together", graphs=False), (1, 4))
     close(run(two, (1, 4)), together, 0.8 if two.config.linears == "fp8" else 0.5)
 
 
@@ -158,11 +161,13 @@ def test_memory_of_every_rank_is_told(pair):
     print([f"rank {r.rank}: {r.memory_bytes / 2**20:.0f} MiB, {r.slots} windows" for r in reports])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_is_a_fault_in_time_and_the_next_start_works(number):
-    nothing_shared()
-    mode = "bf16"
-    policy = start(mode)
+@pytest.mark.parametrize(("number", "then"), [(signal.SIGKILL, "the same"), (signal.SIGSTOP, ONE_BRANCH)])
+def test_a_rank_that_dies_or_hangs_is_a_fault_in_time_and_the_next_start_works(number, then):
+    """It strikes the last mode that was tested, and then what was started after the first strike."""
+    if not set(SHARED) & set(MODES):
+        shared("bf16")
+    ((mode, (_, policy)),) = SHARED.items()
+    SHARED.clear()
     (pid,) = ranks_of(policy).pids
     session = policy.open()
     for i in range(3):  # nothing is done for the first time after that
@@ -188,21 +193,30 @@ def test_a_rank_that_dies_or_hangs_is_a_fault_in_time_and_the_next_start_works(n
     policy.disconnect()
     del policy, session
     left_s = time.monotonic() - begin
-    with started(mode) as again:
-        assert all(same(a, b) for a, b in zip(run(again, (1, 4)), run(one_gpu(again), (1, 4)), strict=True))
-        restart_s = time.monotonic() - begin
+    one, again = shared(mode if then == "the same" else then)
+    got, expected = run(again, (1, 4)), run(one, (1, 4))
+    restart_s = time.monotonic() - begin
     print(f"fault after {fault_s:.2f} s, left in {left_s:.2f} s, works again after {restart_s:.1f} s: {caught.value}")
+    if then == ONE_BRANCH:
+        close(got, expected, 0.5)
+    else:
+        assert all(same(a, b) for a, b in zip(got, expected, strict=True))
     assert restart_s < 60.0
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "between"])
 def test_gpus_that_share_a_branch_are_close_to_one(captured):
-    """Without guidance both share the sequence; exchanges in graphs or outside."""
+    """Exchanges in graphs or outside."""
     if BACKEND == "gloo" and captured and GPU:
         pytest.skip("gloo cannot be captured")
-    with started("bf16", guidance_scale=1.0, capture_exchange=captured) as two:
-        one = with_config(two, gpus=1)
-        close(run(two, (1, 4, 4)), run(one, (1, 4, 4)), 0.5)
+    one, two = shared(ONE_BRANCH)
+    other = two if two.config.capture_exchange == captured else with_config(two, capture_exchange=captured)
+    try:
+        close(run(other, (1, 4, 4)), run(one, (1, 4, 4)), 0.5)
+    finally:
+        if other is not two:
+            other.disconnect()
+    assert ranks_of(two).lost is None
 
 
 def test_four_gpus_are_a_grid():
@@ -211,5 +225,5 @@ def test_four_gpus_are_a_grid():
         pytest.skip(f"four GPUs are needed, PyTorch sees {GPUS}")
     if GPU and BACKEND == "gloo":
         pytest.skip("gloo cannot be captured")
-    with started("bf16", gpus=4) as four:
-        close(run(four, (1, 4, 4)), run(one_gpu(four), (1, 4, 4)), 0.5)
+    one, four = shared("bf16, four")
+    close(run(four, (1, 4, 4)), run(one, (1, 4, 4)), 0.5)
