@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.paths import make_path
 from wam_policy_ros.engine.sequence_parallel import SequenceExchange, sequence_exchange
 from wam_policy_ros.engine.sequence_traffic import evaluation_bytes, prefill_bytes
+from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.exchange import ALONE, Exchange
 
 PLAN = (1, 4)  # frames per call
@@ -31,11 +33,17 @@ REPEATED = "fused"
 PATIENCE = timedelta(seconds=180)
 
 
+@functools.cache
+def shared_network() -> DreamZero:
+    return tiny_network(text_len=TEXT_LEN, num_heads=HEADS)
+
+
 def chunks(mode: str, exchange: Exchange = ALONE) -> dict[str, torch.Tensor]:
     """The first flows of each call of a short episode, its actions and video latents. What was sent has to be what was
     foreseen."""
     config = EngineConfig(evaluations=EVALUATIONS, **MODES[mode])
-    network = tiny_network(text_len=TEXT_LEN, num_heads=HEADS)
+    # 8-bit layers take the weights over.
+    network = tiny_network(text_len=TEXT_LEN, num_heads=HEADS) if config.linears == "fp8" else shared_network()
     policy = make_policy(network=network)
     policy.path = make_path(network, config, (16, 32), exchange=exchange)
     session, out = policy.open(), {}

@@ -54,16 +54,30 @@ def test_a_failure_in_the_midst_of_a_shared_branch_is_a_lost_policy(monkeypatch)
     policy.disconnect()
 
 
-@pytest.mark.parametrize(
-    ("config", "number", "words"), [(TWO, signal.SIGKILL, "SIGKILL"), (FUSED, signal.SIGSTOP, "not")]
-)
-def test_a_rank_that_dies_or_hangs_in_mid_step_is_a_typed_fault_in_time(config, number, words):
-    """The next policy of the same process works."""
-    policy = make_several(config)
+def test_a_rank_that_dies_hangs_or_does_not_answer_is_a_typed_fault_in_time_and_the_next_policy_works():
+    """One after the other in this process."""
+    dies_before_the_processes_have_met()
+    for config, strike in ((TWO, dies_in_mid_step), (FUSED, hangs_in_mid_step), (TWO, runs_but_does_not_answer)):
+        with several(config) as policy:
+            one = make_policy(replace(config, gpus=1, branches="apart" if config.step == "fused" else "together"))
+            assert all(same(a, b) for a, b in zip(run(policy, (1, 4)), run(one, (1, 4)), strict=True))
+            strike(policy)
+            assert policy.lost is not None
+
+
+def dies_in_mid_step(policy):
+    is_struck_in_mid_step(policy, signal.SIGKILL, "SIGKILL")
+
+
+def hangs_in_mid_step(policy):
+    is_struck_in_mid_step(policy, signal.SIGSTOP, "not")
+
+
+def is_struck_in_mid_step(policy, number, words):
+    """The second time at a place of the window: what is done for the first time may take long."""
     (pid,) = ranks_of(policy).pids
     session = policy.open()
     policy.infer(session, look(policy.spec, 0, frames=1))
-    policy.infer(session, look(policy.spec, 1, frames=4))
     asked = iter(range(100))
 
     def strike():
@@ -73,9 +87,6 @@ def test_a_rank_that_dies_or_hangs_in_mid_step_is_a_typed_fault_in_time(config, 
 
     start_s = time.monotonic()
     with pytest.raises(PolicyLost, match=f"rank 1.*{words}|another GPU.*{words}") as caught:
-        # The second time at this place of the window: what is done for the first time may take long.
-        policy.reset(session)
-        policy.infer(session, look(policy.spec, 0, frames=1))
         policy.infer(session, look(policy.spec, 2, frames=4), cancelled=strike)
     assert time.monotonic() - start_s < 2.5 * DEADLINE_S
     assert "load the policy again" in str(caught.value) and policy.lost is not None
@@ -85,14 +96,10 @@ def test_a_rank_that_dies_or_hangs_in_mid_step_is_a_typed_fault_in_time(config, 
     with pytest.raises(PolicyLost):
         run(policy, (1,))
     policy.close(session)
-    policy.disconnect()
-    with several(config) as again:
-        one = make_policy(replace(config, gpus=1, branches="apart" if config.step == "fused" else "together"))
-        assert all(same(a, b) for a, b in zip(run(again, (1, 4)), run(one, (1, 4)), strict=True))
 
 
-def test_a_rank_that_dies_before_the_processes_have_met_is_a_typed_fault(monkeypatch):
-    """What waits for it in torch.distributed waits for a day. The next policy of the same process works."""
+def dies_before_the_processes_have_met():
+    """What waits for it in torch.distributed waits for a day."""
     send = Ranks.send
 
     def strike(self, name, *content):
@@ -100,35 +107,22 @@ def test_a_rank_that_dies_before_the_processes_have_met_is_a_typed_fault(monkeyp
             os.kill(self.pids[0], signal.SIGKILL)
         send(self, name, *content)
 
-    monkeypatch.setattr(Ranks, "send", strike)
-    start_s = time.monotonic()
-    with pytest.raises(PolicyLost, match=r"rank 1.*SIGKILL"):
-        make_several(TWO)
-    assert time.monotonic() - start_s < 30.0
-    monkeypatch.undo()
-    with several(TWO) as again:
-        assert len(run(again, (1,))) == 1
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PolicyLost, match=r"rank 1.*SIGKILL"):
+        patch.setattr(Ranks, "send", strike)
+        start_s = time.monotonic()
+        try:
+            make_several(TWO)
+        finally:
+            assert time.monotonic() - start_s < 30.0
 
 
-def test_no_folder_is_needed_and_nothing_is_left_in_any(tmp_path, monkeypatch):
-    """Also by a leader that is killed."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    process, pids = leader("time.sleep(100)")
-    process.kill()
-    process.wait()
-    wait_for(lambda: not any(map(alive, pids)), 3.0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rank_that_runs_but_does_not_answer_is_lost_in_time():
-    """Its threads live, so that it is heard of; nobody asked it, so it says nothing."""
-    policy = make_several(TWO)
-    run(policy, (1,))
+def runs_but_does_not_answer(policy):
+    """Lost in time as well. Its threads live, so that it is heard of; nobody asked it, so it says nothing."""
     start_s = time.monotonic()
     with pytest.raises(PolicyLost, match="in time"):
         ranks_of(policy).answers()
-    assert DEADLINE_S < time.monotonic() - start_s < 2 * DEADLINE_S
-    policy.disconnect()
+    # The limit is counted down by a thread that looks now and then, so it may be over a little early.
+    assert 0.7 * DEADLINE_S < time.monotonic() - start_s < 2 * DEADLINE_S
 
 
 def test_the_owner_of_a_lost_policy_is_not_ready_and_lets_go_of_it():
@@ -214,14 +208,16 @@ def leader(then):
     return process, pids
 
 
-def test_no_process_outlives_a_leader_that_is_killed():
-    """Not even one that is stopped, and cannot notice."""
+def test_no_process_outlives_a_leader_that_is_killed(tmp_path, monkeypatch):
+    """Not even one that is stopped, and cannot notice. No folder is needed, and nothing is left in any."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     process, pids = leader("time.sleep(100)")
     assert all(map(alive, pids))
     os.kill(pids[0], signal.SIGSTOP)
     process.kill()
     process.wait()
     wait_for(lambda: not any(map(alive, pids)), 3.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_process_outlives_a_leader_that_just_ends():

@@ -19,6 +19,7 @@ from wam_policy_ros.contract.errors import Cancelled, ConfigError, Overloaded, P
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.parallel.grid import Grid
 from wam_policy_ros.engine.session import WindowState
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed")
@@ -29,8 +30,8 @@ PLAN = (1, 4, 4)
 BASE = EngineConfig(evaluations=5, rank_deadline_s=DEADLINE_S)
 GRIDS = {
     "1x2 plain": replace(BASE, gpus=2, guidance_scale=1.0),
-    "1x2 fused": replace(BASE, gpus=2, guidance_scale=1.0, step="fused"),
     "2x2 fused": replace(BASE, gpus=4, step="fused"),
+    "1x2 fused": replace(BASE, gpus=2, guidance_scale=1.0, step="fused"),
 }
 FUSED = [name for name, config in GRIDS.items() if config.step == "fused"]
 
@@ -63,26 +64,28 @@ def test_ranks_that_cannot_share_the_heads_are_refused_before_anything_starts():
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_in_mid_exchange_is_a_typed_fault_in_time(number):
-    config = GRIDS["1x2 fused"]
-    with several(config) as policy:
-        (pid,) = ranks_of(policy).pids
-        run(policy, (1, 4))  # what is done for the first time may take long
-        session = policy.open()
-        policy.infer(session, look(policy.spec, 0, frames=1))
-        asked = iter(range(100))
+def is_a_typed_fault_in_time(policy, number):
+    (pid,) = ranks_of(policy).pids
+    run(policy, (1, 4))  # what is done for the first time may take long
+    session = policy.open()
+    policy.infer(session, look(policy.spec, 0, frames=1))
+    asked = iter(range(100))
 
-        def strike():
-            if next(asked) == 2:
-                os.kill(pid, number)
-            return False
+    def strike():
+        if next(asked) == 2:
+            os.kill(pid, number)
+        return False
 
-        start_s = time.monotonic()
-        with pytest.raises(PolicyLost, match=r"rank 1|another GPU"):
-            policy.infer(session, look(policy.spec, 1, frames=4), cancelled=strike)
-        assert time.monotonic() - start_s < 2.5 * DEADLINE_S
-        wait_for(lambda: not alive(pid), 2.0)
+    start_s = time.monotonic()
+    with pytest.raises(PolicyLost, match=r"rank 1|another GPU"):
+        policy.infer(session, look(policy.spec, 1, frames=4), cancelled=strike)
+    assert time.monotonic() - start_s < 2.5 * DEADLINE_S
+    wait_for(lambda: not alive(pid), 2.0)
+
+
+def test_a_rank_that_hangs_in_mid_exchange_is_a_typed_fault_in_time():
+    with several(GRIDS["1x2 fused"]) as policy:
+        is_a_typed_fault_in_time(policy, signal.SIGSTOP)
 
 
 @pytest.fixture(scope="module", params=GRIDS)
@@ -96,6 +99,8 @@ def grid(request):
 
 def test_equals_one_process_and_itself(grid):
     one, many = grid
+    guided = many.config.guidance_scale != 1.0
+    assert ranks_of(many).grid == (Grid(2, 2) if guided else Grid(1, 2))
     chunks = run(many, PLAN)
     assert all(same(a, b) for a, b in zip(run(many, PLAN), chunks, strict=True))
     for got, expected in zip(chunks, run(one, PLAN), strict=True):
@@ -140,3 +145,9 @@ def test_windows_are_divided(grid):
     assert (layout.ranks, layout.branches) == (2, 1)
     size = 2 * 2 * layout.rows * layout.dit.dim * layout.kv_dtype.itemsize
     assert alone.nbytes - layout.nbytes == size // 2
+
+
+@pytest.mark.parametrize("grid", ["1x2 fused"], indirect=True)
+def test_a_rank_that_dies_in_mid_exchange_is_a_typed_fault_in_time(grid):
+    """The last test of these processes."""
+    is_a_typed_fault_in_time(grid[1], signal.SIGKILL)
