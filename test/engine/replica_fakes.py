@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wam_policy_ros.contract.errors import Cancelled, ConfigError, EngineError, InvalidState
+from wam_policy_ros.contract.errors import Cancelled, ConfigError, EngineError, InvalidState, PolicyLost
 from wam_policy_ros.contract.fakes import ScriptedPolicy
 
 
@@ -20,6 +20,7 @@ class Sleeper(ScriptedPolicy):
         super().__init__(self._rows_of, latency_s=latency_s, weights="sleeps")
         self.spec = replace(self.spec, details={"device": f"fake:{index}"})
         self._index = index
+        self.lost: PolicyLost | None = None
 
     def _rows_of(self, observation: Any, step: int) -> np.ndarray:
         wish = observation.prompt
@@ -29,6 +30,9 @@ class Sleeper(ScriptedPolicy):
             time.sleep(60)
         if wish == "bad state":
             raise InvalidState("no such state", field="joint_position", got=[1.0], remedy="another one")
+        if wish == "lose":
+            self.lost = PolicyLost("the policy lost a GPU", got="rank 1", remedy="load the policy again")
+            raise self.lost
         if wish == "bug":
             raise ValueError("a bug")
         rows = np.zeros((self.spec.horizon, self.spec.action_dim))

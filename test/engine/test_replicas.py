@@ -202,6 +202,18 @@ def test_kill_9_is_a_fault_of_its_own_sessions_and_it_comes_back(owned):
     assert restarts == {a[0].place: 1, b[0].place: 0}
 
 
+def test_one_that_loses_a_gpu_is_as_dead_as_a_killed_one_and_comes_back(owned):
+    one = owned(fakes.sleeper, 2)
+    a, b = [], []
+    pids = [process_of(one.step(s, n).result(20)) for s, n in ((a, "a"), (b, "b"))]
+    with pytest.raises(ReplicaDied, match=r"lost a GPU; got: rank 1.*new one"):
+        one.step(a, "a", "lose").result(20)
+    assert one.policy.places[a[0].place].trouble
+    assert process_of(one.step(b, "b").result(20)) == pids[1]
+    wait_for(lambda: not one.policy.places[a[0].place].trouble)
+    assert one.owner.trouble() is None and one.owner.capacity() == "2 of 2 replicas"
+
+
 def test_while_one_is_away_the_other_takes_new_sessions_and_readiness_says_so(owned):
     one = owned(fakes.sleeper, 2, care=replace(QUICK, restart_s=30.0))
     a = []

@@ -86,6 +86,8 @@ def test_contradictions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--fake", "hold", "--set", "max_sesions=3"], "max_sesions"),
         (["--fake", "hold", "--also", "9000"], "PORT=DIALECT"),
         (["--fake", "hold", "--dialect", "pi"], "unknown OpenPI dialect"),
+        (["--fake", "hold", "--smoke", "--record", "x"], "--smoke records nothing"),
+        (["--fake", "hold", "--record", "x", "--record-mb", "nan"], "--record-mb must be a number"),
     ):
         assert main(["serve", *words]) == 1
         assert said in capsys.readouterr().err

@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib.util
 import json
+import math
 import os
 import queue
 import signal
@@ -103,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.replicas < 1:
         raise ConfigError("--replicas must be at least 1", got=args.replicas)
+    if args.smoke and (args.record is not None or args.record_stages):
+        raise ConfigError("--smoke records nothing", remedy="leave --record out, or serve without --smoke")
     config = server_config(args)
     if args.dry_run:
         from .serve_report import dry_run
@@ -203,6 +206,8 @@ def make_recorder(args: argparse.Namespace) -> Recorder | None:
         if args.record_stages:
             raise ConfigError("--record-stages has no effect without --record DIR")
         return None
+    if not math.isfinite(args.record_mb):
+        raise ConfigError("--record-mb must be a number", got=args.record_mb, expected="MiB of a file")
     try:
         from wam_policy_ros.records.recorder import Recorder, RecordLimits
     except ModuleNotFoundError as error:

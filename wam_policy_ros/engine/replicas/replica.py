@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import wam_policy_ros
-from wam_policy_ros.contract.errors import EngineError, ReplicaDied, SessionError, WamError
+from wam_policy_ros.contract.errors import EngineError, PolicyLost, ReplicaDied, SessionError, WamError
 from wam_policy_ros.contract.interface import ActionChunk, Observation, PolicySpec
 
 POLL_S = 0.01
@@ -256,6 +256,10 @@ class Replica:
                     f"the process of replica {self.place} {life.ending()}",
                     remedy="its sessions are lost; go on with a new one",
                 ) from None
+        if isinstance(answer, PolicyLost):  # a part of it: what is left of it is about to end, and comes back whole
+            self._trouble = self._trouble or "has lost a part of its policy"
+            remedy = "its sessions are lost; go on with a new one"
+            raise ReplicaDied(f"replica {self.place}: {answer.what}", got=answer.got, remedy=remedy)
         if isinstance(answer, WamError):
             raise answer
         return life.number, answer
