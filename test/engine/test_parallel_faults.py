@@ -20,6 +20,7 @@ from test.engine.tiny_policy import look, make_policy, same
 from wam_policy_ros.contract.errors import NotReady, Overloaded, PolicyLost
 from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
 from wam_policy_ros.engine.config import EngineConfig
+from wam_policy_ros.engine.parallel.keeper import Keeper
 from wam_policy_ros.engine.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed")
@@ -225,6 +226,19 @@ def test_no_process_outlives_a_leader_that_just_ends():
     process, pids = leader("")
     assert process.wait(20) == 0
     wait_for(lambda: not any(map(alive, pids)), 3.0)
+
+
+def test_a_message_to_a_process_that_has_just_ended_says_how_it_ended(monkeypatch):
+    """Whoever notices it first, the thread that listens or the one that speaks."""
+    policy = make_several(TWO)
+    ranks = ranks_of(policy)
+    (pid,) = ranks.pids
+    monkeypatch.setattr(Keeper, "_listen", lambda self, index, pipe: time.sleep(0.05))
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: ranks.send("report", 0) or ranks.lost is not None, 5.0)
+    assert "SIGKILL" in str(ranks.lost)
+    monkeypatch.undo()
+    policy.disconnect()
 
 
 def test_a_follower_that_cannot_begin_is_told():

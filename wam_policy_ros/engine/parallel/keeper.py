@@ -76,7 +76,7 @@ class Keeper(threading.Thread):
         try:
             self._pipes[index].send(message)
         except OSError:
-            self._lose(index, "does not listen")
+            self._lose(index, _ending_of(self._processes[index]))
 
     def expect(self, limit_s: float | None) -> None:
         """From now on something has to come within ``limit_s``; None: nothing is waited for."""
