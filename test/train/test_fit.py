@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -201,3 +205,27 @@ def test_the_rows_of_a_policy_that_knows_its_windows_are_close_and_those_of_one_
     at = batch.observed[batch.has_rows].numpy() * TOY.stride
     moves = np.abs(e.label[at] - e.state[at][:, None])[:, : TOY.steps, :7].mean()
     assert after["hold_rad"] == pytest.approx(before["hold_rad"]) == pytest.approx(moves, rel=0.02)
+
+
+FUSED = """
+import torch
+from wam_policy_ros.train import fused_norm as f
+torch.manual_seed(0)
+for channels in (8, 12):
+    for form in (f.PADDED, f.STACKED):
+        x = torch.randn(2 * 5, channels, 4, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+        gamma = torch.rand(channels).requires_grad_()
+        plain = f.look_back(f.plain_norm_silu(x, gamma), 2, form)
+        fused = f._Fused.apply(x, gamma, 2, form)
+        torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-4)
+        into = torch.randn_like(plain)
+        for a, b in zip(*(torch.autograd.grad(y, (x, gamma), into) for y in (fused, plain)), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+"""
+
+
+def test_one_pass_of_norm_activation_and_past_computes_what_plain_operations_do():
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", FUSED], env=os.environ | {"TRITON_INTERPRET": "1"},
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -31,6 +31,7 @@ class VAERecipe:
         busy: how much more a pixel counts that differs from its surroundings (things and arm, not the table).
         edges: weight of the error of the differences between neighbouring pixels, which a blur gets wrong.
         grey: share of clips that are a first frame followed by grey.
+        form: of convolutions over time, see :mod:`.fused_norm`; empty: the fastest, which takes a while to find.
         second: share decoded without their first latent, as a predicted block is shown behind an observed one.
     """
 
@@ -42,6 +43,7 @@ class VAERecipe:
     edges: float = 1.0
     grey: float = 0.25
     second: float = 0.25
+    form: str = ""
     report_s: float = 10.0
 
 
@@ -78,14 +80,14 @@ def fit_vae(
     generator = torch.Generator(device).manual_seed(seed)
     pool = footage.observable().to(device)
     optimiser = adamw(vae.parameters(), 0.05 * recipe.lr, device, weight_decay=1e-4)
-    forms = (STACKED, PADDED) if cuda else (STACKED,)
+    forms = (recipe.form,) if recipe.form else (STACKED, PADDED) if cuda else (STACKED,)
     steppers = {
         form: Stepper(clip_loss(WholeClip(vae.model, form), recipe, device), vae.parameters(), optimiser, graph=cuda,
                       say=log.line)
         for form in forms
     }  # fmt: skip
     batch = draw_clips(footage, pool, recipe, generator)
-    form = fastest(steppers, batch, log.line) if cuda else STACKED
+    form = fastest(steppers, batch, log.line) if cuda else forms[0]
     stepper = steppers[form]
     step, told, began, since = 0, budget.spent, budget.spent, 0
     while not budget.over and (max_steps is None or step < max_steps):

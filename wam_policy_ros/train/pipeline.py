@@ -125,7 +125,7 @@ class Run:
         self.statistics: dict[str, Any] = {}
         if self.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-            torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 4
         (out / "plan.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1), encoding="utf-8")
 
     # -- stages -------------------------------------------------------------------------------------------------
