@@ -16,7 +16,7 @@ from wam_policy_ros.model.vae import VideoVAE
 
 from .errors import TrainError
 from .footage import Footage
-from .fused_norm import PADDED, STACKED
+from .fused_norm import PADDED, STACKED, why_not_fused
 from .runlog import Budget, RunLog
 from .stepper import WARM_UP, Parts, Stepper, adamw
 from .whole_clip import WholeClip
@@ -80,6 +80,8 @@ def fit_vae(
     generator = torch.Generator(device).manual_seed(seed)
     pool = footage.observable().to(device)
     optimiser = adamw(vae.parameters(), 0.05 * recipe.lr, device, weight_decay=1e-4)
+    if reason := why_not_fused(device):
+        log.line(f"VAE: norms in plain operations: {reason}")
     forms = (recipe.form,) if recipe.form else (STACKED, PADDED) if cuda else (STACKED,)
     steppers = {
         form: Stepper(clip_loss(WholeClip(vae.model, form), recipe, device), vae.parameters(), optimiser, graph=cuda,

@@ -38,6 +38,24 @@ def norm_silu_look_back(x: Tensor, gamma: Tensor, batch: int, form: str) -> Tens
     return look_back(plain_norm_silu(x, gamma), batch, form)
 
 
+def why_not_fused(device: torch.device) -> str:
+    """Tries the kernels on a few numbers; from then on plain operations are used if they fail. Empty if they work."""
+    global triton
+    if device.type != "cuda" or triton is None:
+        return "" if device.type != "cuda" else "Triton is not installed"
+    x = torch.randn(2, 8, 4, 4, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gamma = torch.ones(8, device=device, requires_grad=True)
+    try:
+        for form in (PADDED, STACKED):
+            y = norm_silu_look_back(x, gamma, 1, form)
+            torch.testing.assert_close(y, look_back(plain_norm_silu(x, gamma), 1, form), atol=0.02, rtol=0.02)
+            y.sum().backward()
+    except Exception as error:  # whatever a compiler may say
+        triton = None
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
 def plain_norm_silu(x: Tensor, gamma: Tensor) -> Tensor:
     wide = F.normalize(x.float(), dim=1, eps=EPS) * (x.shape[1] ** 0.5 * gamma[:, None, None])
     return F.silu(wide).to(x.dtype)
