@@ -52,7 +52,7 @@ def why_not_fused(device: torch.device) -> str:
             y.sum().backward()
     except Exception as error:  # whatever a compiler may say
         triton = None
-        return str(error).strip().splitlines()[0]
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     return ""
 
 
