@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from test.engine.tiny_policy import TEXT_LEN, WordTokenizer, look, shared_network
 from test.tiny_checkpoint import config_json
@@ -24,6 +27,14 @@ from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 
 PLAN = (1, 4, 4, 4, 4, 4)  # frames per call: a first call, a full window, and a restart
+
+
+def nothing_is_left() -> Iterator[None]:
+    """A fixture: a test leaves no process groups and no thread that watches ranks."""
+    yield
+    gc.collect()
+    assert not dist.is_initialized()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("wam_ranks")] == []
 
 
 def make_several(

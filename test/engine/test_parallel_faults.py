@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from test.engine.several import alive, make_several, ranks_of, run, several, wait_for
+from test.engine.several import alive, make_several, nothing_is_left, ranks_of, run, several, wait_for
 from test.engine.tiny_policy import look, make_policy, same
 from wam_policy_ros.contract.errors import NotReady, Overloaded, PolicyLost
 from wam_policy_ros.contract.policy_thread import Phase, PolicyThread
@@ -30,12 +28,7 @@ TWO = EngineConfig(evaluations=5, gpus=2, rank_deadline_s=DEADLINE_S)
 FUSED = replace(TWO, step="fused")
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    yield
-    gc.collect()
-    assert not dist.is_initialized()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("wam_ranks")] == []
+no_leftovers = pytest.fixture(autouse=True)(nothing_is_left)
 
 
 def test_a_failure_in_the_midst_of_a_shared_branch_is_a_lost_policy(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from test.engine.several import alive, make_several, ranks_of, run, several, wait_for
+from test.engine.several import alive, make_several, nothing_is_left, ranks_of, run, several, wait_for
 from test.engine.tiny_policy import TEXT_LEN, look, same
 from test.tiny_checkpoint import config_json, write_checkpoint
 from wam_policy_ros.contract.errors import Cancelled, ConfigError, PolicyLost
@@ -28,12 +27,7 @@ TWO = EngineConfig(evaluations=5, gpus=2, rank_deadline_s=DEADLINE_S)
 FUSED = replace(TWO, step="fused")
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    yield
-    gc.collect()
-    assert not dist.is_initialized()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("wam_ranks")] == []
+no_leftovers = pytest.fixture(autouse=True)(nothing_is_left)
 
 
 def test_windows_are_given_back_on_both_sides_and_the_processes_of_a_policy_nobody_has_any_more_end():

@@ -53,6 +53,13 @@ def test_dry_run_knows_how_much_memory_a_preset_takes(
     assert memory["step_GiB"] == 8.0
 
 
+def test_an_option_that_is_given_twice_is_refused_unless_both_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--random-weights", "tiny", "--dry-run", "--port", "0", "--gpus", "2")
+    code, said = report(capsys, *words, "--engine", "gpus=4")
+    assert code == 1 and "gpus is given twice" in "\n".join(said["problems"])
+    assert "given twice" not in "\n".join(report(capsys, *words, "--engine", "gpus=2")[1]["problems"])
+
+
 def test_dry_run_names_what_would_not_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path / "ckpt")
     (folder / "experiment_cfg" / "metadata.json").unlink()

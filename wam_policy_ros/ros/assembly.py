@@ -44,15 +44,18 @@ class Assembly:
         Raises:
             ConfigError: the policy is not what the parameters say.
         """
-        check_fit(self.expected, spec)
-        check_steps(self.params, spec)
+        self._fit(spec)
         self.control.activate(spec)
 
     def check(self, spec: PolicySpec) -> None:
         """Raises ConfigError when the loaded policy is not what the parameters say, or may not move this robot."""
+        self._fit(spec)
+        self.control.prepare(spec)
+
+    def _fit(self, spec: PolicySpec) -> None:
         check_fit(self.expected, spec)
         check_steps(self.params, spec)
-        self.control.prepare(spec)
+        self.inputs.follow(spec)
 
 
 def assemble(

@@ -37,10 +37,11 @@ def check_steps(params: NodeParameters, spec: PolicySpec) -> None:
 
 
 def check_fit(expected: PolicySpec, got: PolicySpec) -> None:
-    """The loaded policy must be what the node was configured for; only horizon and raw camera sizes may differ.
+    """The loaded policy must be what the node was configured for; only horizon, raw camera sizes and the moments it
+    looks back at may differ.
 
     Raises:
-        ConfigError: names the first difference.
+        ConfigError: names the first difference, or the policy looks further back than the node keeps frames.
     """
     pairs = {
         "action space": (expected.action_space, got.action_space),
@@ -49,11 +50,17 @@ def check_fit(expected: PolicySpec, got: PolicySpec) -> None:
         "state fields": ([(f.name, f.dim) for f in expected.state], [(f.name, f.dim) for f in got.state]),
         "action fields": ([(f.name, f.dim) for f in expected.action], [(f.name, f.dim) for f in got.action]),
         "control rate": (expected.control_rate_hz, got.control_rate_hz),
-        "frame offsets": (expected.frame_offsets, got.frame_offsets),
     }
     for name, (want, have) in pairs.items():
         if want != have:
             raise ConfigError(f"the policy does not fit the node: {name}", got=have, expected=want)
+    oldest, kept = min(got.frame_offsets), min(expected.frame_offsets)
+    if oldest < kept:
+        raise ConfigError(
+            "the policy looks further back than the node keeps frames",
+            got=f"frame offsets {got.frame_offsets}",
+            expected=f"none before {kept} control steps",
+        )
 
 
 def other_publishers(node: Any, topic: str) -> list[str]:

@@ -6,7 +6,7 @@ Knows no rclpy: ``subscriptions`` feeds the streams from topics, a replay feeds 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -338,6 +338,11 @@ class Inputs:
             padded=sum(p.padded for p in picks.values()),
             arrived_ns=max(f.arrived_ns for f in newest.values()),
         )
+
+    def follow(self, spec: PolicySpec) -> None:
+        """Look at the moments that this policy looks at. Frames are kept for those of the embodiment, which must reach
+        as far back (``checks.check_fit``)."""
+        self._spec = replace(self._spec, frame_offsets=spec.frame_offsets)
 
     def period_ns(self, count: int = 8) -> int | None:
         """Between sets of frames: the slowest camera's mean over its last frames; None while there are too few."""

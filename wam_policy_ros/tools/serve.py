@@ -169,11 +169,19 @@ def option_words(words: list[str]) -> dict[str, Any]:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """On top of the preset and of what the checkpoint recommends. Raises ConfigError for words that are no options."""
-    options = option_words(args.engine)
+    options, flags = option_words(args.engine), dict[str, Any]()
     if args.evaluations is not None:
-        options |= {"schedule": "static", "evaluations": args.evaluations}
-    options |= {} if args.gpus is None else {"gpus": args.gpus}
-    return options | ({"deterministic": True} if args.deterministic else {})
+        flags |= {"schedule": "static", "evaluations": args.evaluations}
+    if args.gpus is not None:
+        flags["gpus"] = args.gpus
+    if args.deterministic:
+        flags["deterministic"] = True
+    for name in sorted(flags.keys() & options.keys()):
+        if flags[name] != options[name]:
+            raise ConfigError(
+                f"{name} is given twice, and not the same", got=f"{flags[name]} and --engine {name}={options[name]}"
+            )
+    return options | flags
 
 
 def _hold(embodiment: str, latency_s: float, index: int, progress: Callable[[str, float], None]) -> Policy:

@@ -6,6 +6,7 @@ They are asked like a policy and their rows are executed like a policy's, so tha
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,7 @@ class _Session:
     step: int = 0
 
 
-class _Control:
+class _Control(ABC):
     """Rows from the world itself. ``world``: the one that is played in."""
 
     def __init__(self, world: World, name: str) -> None:
@@ -49,8 +50,9 @@ class _Control:
     def open(self, session_id: str | None = None, *, seed: int | None = None) -> _Session:
         return _Session(session_id or uuid.uuid4().hex, np.zeros((0, 8)))
 
+    @abstractmethod
     def rows(self, session: _Session) -> npt.NDArray[np.float64]:
-        raise NotImplementedError
+        """``[ROWS, 8]``: the next ones."""
 
     def infer(self, session: Any, observation: Observation, *, cancelled: Any = None) -> ActionChunk:
         rows = self.rows(session)
@@ -60,9 +62,11 @@ class _Control:
     def reset(self, session: Any) -> None:
         session.step = 0
 
-    def close(self, session: Any) -> None: ...
+    def close(self, session: Any) -> None:
+        return None
 
-    def render_video(self, chunk: ActionChunk) -> None: ...
+    def render_video(self, chunk: ActionChunk) -> None:
+        return None
 
 
 class ExpertPolicy(_Control):
