@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
 
 SERVER_GRACE_S = 0.4
 """A lifecycle transition waits for it, and with it every callback; the robot is held before."""
+
+
+@contextmanager
+def _needs(extra: str, what: str) -> Iterator[None]:
+    """Around an import: a package that is missing belongs to this extra, and is needed for ``what``."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "wam_policy_ros":
+            raise
+        raise MissingDependency(package, extra, what) from error
 
 
 def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) -> Policy:
@@ -44,13 +57,8 @@ def make_policy(params: NodeParameters, progress: Callable[[str, float], None]) 
     # Imported here: a node with another backend needs nothing of the engine.
     from wam_policy_ros.engine.replicas.build import make_policies
 
-    try:
+    with _needs("engine", "the engine"):
         return make_policies(_engine_factory(params), params.replicas, progress)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == "wam_policy_ros":
-            raise
-        raise MissingDependency(package, "engine", "the engine") from error
 
 
 def _engine_factory(params: NodeParameters) -> EngineFactory:
@@ -92,13 +100,8 @@ def make_recorder(params: NodeParameters, log: Callable[[str, str], None]) -> Re
     """
     if not params.record_folder:
         return None
-    try:
+    with _needs("record", "record.folder"):
         from wam_policy_ros.records.recorder import Recorder, RecordLimits
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == "wam_policy_ros":
-            raise
-        raise MissingDependency(package, "record", "record.folder") from error
     limits = RecordLimits(file_bytes=round(params.record_max_file_mb * 2**20))
     say = lambda level, line: log("warn" if level == "warning" else level, line)  # noqa: E731
     return Recorder(Path(params.record_folder).expanduser(), log=say, limits=limits)
@@ -127,15 +130,10 @@ def record_summary(recorder: Recorder) -> dict[str, Any]:
 
 def _remote(params: NodeParameters, progress: Callable[[str, float], None]) -> Policy:
     """A policy server's policy; waits for the server as long as ``progress`` lets it."""
-    try:
+    with _needs("serve", "backend openpi"):
         # Imported here: who runs the network in this process needs no websockets.
         from wam_policy_ros.serving.client import ClientConfig, connect_policy
         from wam_policy_ros.serving.client_link import LinkConfig
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == "wam_policy_ros":
-            raise
-        raise MissingDependency(package, "serve", "backend openpi") from error
     config = ClientConfig(
         link=LinkConfig(params.server_uri, api_key=secret(params.server_api_key)),
         embodiment=params.embodiment,
@@ -178,14 +176,9 @@ def make_server(
     """
     if not params.openpi_enabled:
         return None
-    try:
+    with _needs("serve", "the OpenPI server"):
         from wam_policy_ros.serving.config import ServerConfig
         from wam_policy_ros.serving.server import OpenPIServer
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == "wam_policy_ros":
-            raise
-        raise MissingDependency(package, "serve", "the OpenPI server") from error
     main, ports = _dialects(params)
     key = secret(params.openpi_api_key)
     if params.openpi_host not in ("127.0.0.1", "localhost", "::1") and not key:
