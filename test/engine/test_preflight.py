@@ -182,7 +182,8 @@ def test_eight_bits_that_save_no_time_are_said(monkeypatch, times, said):
 
 def test_warnings_are_told_and_logged(monkeypatch):
     monkeypatch.setattr(build, "warnings_of", lambda *a: ["of the machine"])
-    monkeypatch.setattr(paths, "_plan", lambda network, hw, warn: (warn("of the convolutions"), None)[1])
+    made = paths._fast_vae
+    monkeypatch.setattr(paths, "_fast_vae", lambda *a: (a[2]("of the convolutions"), made(*a))[1])
     told, logged = [], []
     policy = build.build_policy(
         embodiment="oxe_droid",
