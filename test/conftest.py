@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,19 +39,32 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"the tests would be skipped for want of {missing}: run make venv")
 
 
+ISOLATE = """
+import os, sys
+from rmw_test_fixture_implementation import RMWTestIsolator
+with RMWTestIsolator():
+    print(os.environ["ROS_DOMAIN_ID"], flush=True)
+    sys.stdin.read()
+"""
+
+
 @pytest.fixture(scope="session")
 def ros_domain() -> Iterator[None]:
     """A free domain id, for this process and its children; set before rclpy is initialised."""
     os.environ["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
     os.environ.pop("RMW_IMPLEMENTATION", None)
-    try:
-        from rmw_test_fixture_implementation import RMWTestIsolator
-    except ImportError:
+    if importlib.util.find_spec("rmw_test_fixture_implementation") is None:
         os.environ.setdefault("ROS_DOMAIN_ID", str(1 + os.getpid() % 100))
         yield
         return
-    with RMWTestIsolator():
+    # It keeps the domain to itself until it ends. A process of its own, as it makes a second interpreter: afterwards
+    # Python cannot tell who holds its lock, and PyTorch refuses to compute gradients.
+    words = [sys.executable, "-c", ISOLATE]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        os.environ["ROS_DOMAIN_ID"] = str(int(holder.stdout.readline()))
         yield
+        holder.stdin.close()
 
 
 @pytest.fixture(scope="session")
