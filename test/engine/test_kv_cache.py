@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from wam_policy_ros.contract.errors import EngineError
 from wam_policy_ros.engine.kv_cache import KVWindow
 from wam_policy_ros.model.attention import KV
 
@@ -97,11 +98,12 @@ def test_a_fork_of_an_empty_window_is_independent():
 def test_emptied_reuses_the_memory():
     window = KVWindow(10)
     window.append(_kv(0, 6))
+    memory = window.past()[0].k.data_ptr()
     fresh = window.emptied()
     assert fresh.past() is None and window.length == 6
     fresh.append(_kv(50, 2))
     assert _tokens(fresh) == [50, 51]
-    assert fresh.past()[0].k.data_ptr() == window.past()[0].k.data_ptr()
+    assert fresh.past()[0].k.data_ptr() == memory
 
 
 def test_dtype_and_batch_follow_the_first_append():
@@ -109,3 +111,56 @@ def test_dtype_and_batch_follow_the_first_append():
     window.append([KV(kv.k.bfloat16(), kv.v.bfloat16()) for kv in _kv(0, 2, batch=3)])
     past = window.past()
     assert past[0].k.dtype == torch.bfloat16 and past[1].v.shape == (3, 2, 2, 3)
+
+
+def test_only_one_fork_lives_on():
+    window = KVWindow(10)
+    window.append(_kv(0, 4))
+    a, b, c = window.fork(), window.fork(), window.fork()
+    a.append(_kv(10, 3))
+    b.append(_kv(20, 2))
+    assert _tokens(b) == [0, 1, 2, 3, 20, 21] and _tokens(window) == _tokens(c) == [0, 1, 2, 3]
+    for void in (a, a.fork()):
+        with pytest.raises(EngineError, match="overwritten by another fork"):
+            void.past()
+        with pytest.raises(EngineError, match="7 tokens"):
+            void.append(_kv(13, 1))
+        with pytest.raises(EngineError, match="clone the window"):
+            void.clone()
+    c.append(_kv(30, 1))
+    with pytest.raises(EngineError):
+        b.past()
+    assert _tokens(window.emptied()) == []
+
+
+def test_a_window_that_was_emptied_under_another_is_void():
+    window = KVWindow(10)
+    window.append(_kv(0, 6))
+    window.emptied().append(_kv(50, 2))
+    with pytest.raises(EngineError):
+        window.past()
+
+
+def test_what_overflowed_is_its_own():
+    """It has other buffers: neither side can spoil the other any more."""
+    window = KVWindow(10)
+    window.append(_kv(0, 9))
+    draft = window.fork()
+    draft.append(_kv(9, 3))
+    window.append(_kv(50, 1))
+    assert _tokens(draft) == list(range(2, 12)) and _tokens(window) == [*range(9), 50]
+
+
+@pytest.mark.parametrize("held", [0, 4, 10])
+def test_a_clone_and_its_origin_both_go_on(held):
+    window = KVWindow(10)
+    if held:
+        window.append(_kv(0, held))
+    other = window.clone()
+    assert other.nbytes == window.nbytes and other.capacity == window.capacity
+    window.append(_kv(100, 5))
+    other.append(_kv(200, 5))
+    window.append(_kv(105, 2))
+    other.append(_kv(205, 2))
+    assert _tokens(window) == [*range(held), *range(100, 107)][-10:]
+    assert _tokens(other) == [*range(held), *range(200, 207)][-10:]

@@ -63,6 +63,21 @@ def test_equals_one_process_bit_for_bit(pair):
     assert two.spec.details["gpus"] == 2 and two.spec.details["tier"] == one.spec.details["tier"]
 
 
+def test_a_copied_window_goes_on_by_itself_on_every_rank(pair):
+    one, two = pair
+    expected, session = alone(one), two.open()
+    for i, frames in enumerate(PLAN[:2]):
+        two.infer(session, look(two.spec, i, frames=frames))
+    twin = two.open()
+    twin.history, twin.step, twin.window = session.history.copy(), 2, two.path.cloned(session.window)
+    chunks = [two.infer(who, look(two.spec, 2, frames=PLAN[2])) for who in (session, twin)]
+    two.close(session)
+    assert all(same(chunk, expected[2]) for chunk in chunks)
+    assert same(two.infer(twin, look(two.spec, 3, frames=PLAN[3])), expected[3])
+    two.close(twin)
+    assert all(report.windows == 0 for report in two.path.reports())
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -237,6 +237,12 @@ class FusedPath:
     def continued(self, state: WindowState, prompt: Prompt, negative: Prompt | None) -> WindowState:
         return self._with_prompts(state, prompt, negative)
 
+    def cloned(self, state: WindowState) -> WindowState:
+        if state.slot is None:
+            return state
+        slot = self.pool.clone(state.slot)
+        return replace(state, slot=slot, ys=slot.ys)
+
     def _with_prompts(self, draft: WindowState, prompt: Prompt, negative: Prompt | None) -> WindowState:
         assert draft.slot is not None
         for branch, text in enumerate((prompt, negative)):

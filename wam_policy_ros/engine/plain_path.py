@@ -14,6 +14,7 @@ from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.exchange import ALONE, Exchange
 
 from .config import EngineConfig
+from .device import no_memory_is_overload
 from .encode import FirstFrame, Prompt, PromptEncoder, encode_first_frame
 from .inpaint import Committed
 from .kv_cache import KVWindow
@@ -64,6 +65,10 @@ class PlainPath:
     def continued(self, state: WindowState, prompt: Prompt, negative: Prompt | None) -> WindowState:
         # The ids are those of the last call; the mask need not be.
         return replace(state.forked(), prompt=prompt, negative=negative)
+
+    def cloned(self, state: WindowState) -> WindowState:
+        with no_memory_is_overload("a copy of a session's window"):
+            return state.cloned()
 
     def prefill(self, draft: WindowState, latents: Tensor, start_frame: int, probe: Probe | None) -> WindowState:
         prefill(self.network, draft, latents, start_frame, probe, self.exchange)

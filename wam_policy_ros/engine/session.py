@@ -66,6 +66,13 @@ class WindowState:
             self, cond=self.cond.fork() if self.cond else None, uncond=self.uncond.fork() if self.uncond else None
         )
 
+    def cloned(self) -> WindowState:
+        """With key/value windows of its own; see ``StepPath.cloned``, which also copies a slot and what is ``far``. The
+        rest is never written, so both may hold it."""
+        return replace(
+            self, cond=self.cond.clone() if self.cond else None, uncond=self.uncond.clone() if self.uncond else None
+        )
+
 
 def reset_reason(state: WindowState, ids: Tensor, frames: int, local_attn_size: int) -> ResetReason | None:
     """Why this call starts from an empty window; the first matching rule wins (DreamZero spec 3.2)."""

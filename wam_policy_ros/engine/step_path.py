@@ -59,6 +59,15 @@ class StepPath(Protocol):
         """A draft that goes on where ``state`` ended."""
         ...
 
+    def cloned(self, state: WindowState) -> WindowState:
+        """The same contents in memory of its own: both go on, independently and bit for bit alike. Takes as much memory
+        as ``state`` has, and is let go of like any other.
+
+        Raises:
+            Overloaded: there is none; nothing was changed.
+        """
+        ...
+
     def prefill(self, draft: WindowState, latents: Tensor, start_frame: int, probe: Probe | None) -> WindowState:
         """Append the K/V of observed latents ``[B, z, F, h, w]``."""
         ...

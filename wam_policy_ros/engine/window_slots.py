@@ -129,6 +129,17 @@ class WindowSlot:
         self.ys = torch.zeros(1, *layout.latent, dtype=layout.dtype, device=device)
         self.loaded: list[object] = [None] * layout.branches
 
+    def tensors(self) -> list[Tensor]:
+        """All that a session's contents lie in, in an order that is the same for all slots of a layout."""
+        named = (self.text_k, self.text_v, self.image_k, self.image_v, self.text_rows, self.text_padding, self.text_peak)
+        return [*self.k, *self.v, *named, self.image_peak, self.cross_scale, self.cross_unscale, self.ys]
+
+    def copy_(self, other: WindowSlot) -> None:
+        """Take over what another slot of the same layout holds."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(theirs)
+        self.loaded = list(other.loaded)
+
     def set_cross_scale(self, top: float) -> None:
         """From the peaks: the largest power of two for which no output of cross-attention exceeds ``top``.
 
@@ -183,6 +194,21 @@ class SlotPool:
             return WindowSlot(self.layout, self.made)
         except torch.OutOfMemoryError:
             return None
+
+    @torch.inference_mode()
+    def clone(self, slot: WindowSlot) -> WindowSlot:
+        """Another slot with the same contents, bit for bit; both go on, independently.
+
+        Raises:
+            Overloaded: see ``acquire``.
+        """
+        other = self.acquire()
+        try:
+            other.copy_(slot)
+        except BaseException:
+            self.release(other)
+            raise
+        return other
 
     def release(self, slot: WindowSlot) -> None:
         """Take a slot back. Its contents are void."""

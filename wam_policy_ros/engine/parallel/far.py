@@ -97,7 +97,7 @@ class Far(Protocol):
     ) -> Any: ...
 
     def confirm(self) -> None:
-        """After ``restarted``.
+        """After ``restarted`` and ``cloned``.
 
         Raises:
             Overloaded: somewhere there was no memory; what there is of the window has to be let go.
@@ -105,6 +105,8 @@ class Far(Protocol):
         ...
 
     def continued(self, old: Any, prompt: Prompt, negative: Prompt | None) -> Any: ...
+
+    def cloned(self, window: Any) -> Any: ...
 
     def prefill(self, draft: Any, latents: Tensor, start_frame: int, probe: Probe | None) -> Any: ...
 
@@ -187,6 +189,9 @@ class LocalFar:
     def continued(self, old: Any, prompt: Prompt, negative: Prompt | None) -> WindowState:
         assert negative is not None
         return self._path.continued(old, own(self._path, negative), None)
+
+    def cloned(self, window: Any) -> WindowState:
+        return self._path.cloned(window)
 
     def prefill(self, draft: Any, latents: Tensor, start_frame: int, probe: Probe | None) -> WindowState:
         return self._path.prefill(draft, latents, start_frame, None)

@@ -82,6 +82,7 @@ class _Follower:
             "prompt": self._prompt,
             "restarted": self._restarted,
             "continued": self._continued,
+            "cloned": self._cloned,
             "prefill": self._prefill,
             "evaluate": self._evaluate,
             "let_go": self._let_go,
@@ -163,6 +164,15 @@ class _Follower:
     def _continued(self, number: int, new: int, old: int, texts: tuple[int | None, ...]) -> None:
         mirror = self._mirrors[number]
         mirror.windows[new] = mirror.path.continued(mirror.windows[old], self._text(mirror, texts), None)
+
+    def _cloned(self, number: int, new: int, old: int) -> None:
+        mirror = self._mirrors[number]
+        try:
+            mirror.windows[new] = mirror.path.cloned(mirror.windows[old])
+        except Overloaded as error:
+            self._line.send("answer", bare(error))
+        else:
+            self._line.send("answer", None)
 
     def _prefill(self, number: int, window: int, start_frame: int, shape: tuple[int, ...]) -> None:
         mirror, latents = self._mirrors[number], self._received(shape)

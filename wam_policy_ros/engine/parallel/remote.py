@@ -93,6 +93,11 @@ class RemoteFar:
         self._send("continued", new.number, old.number, texts)
         return new
 
+    def cloned(self, window: FarWindow) -> FarWindow:
+        new = FarWindow(next(self._numbers))
+        self._send("cloned", new.number, window.number)
+        return new
+
     def let_go(self, unwanted: FarWindow | None, kept: FarWindow | None) -> None:
         if unwanted is not None and self.ranks.lost is None:
             self._send("let_go", unwanted.number, _number(kept))

@@ -90,6 +90,26 @@ class SplitPath:
             raise
         return replace(near, negative=negative, far=far)
 
+    def cloned(self, state: WindowState) -> WindowState:
+        if state.far is None:
+            return self.local.cloned(state)
+        # As for a restarted one: the far side first, and what there is of it is let go when somebody has no memory.
+        far = self.far.cloned(state.far)
+        try:
+            near = self.local.cloned(state)
+        except BaseException:
+            with suppress(Overloaded):
+                self.far.confirm()
+            self.far.let_go(far, state.far)
+            raise
+        try:
+            self.far.confirm()
+        except BaseException:
+            self.far.let_go(far, state.far)
+            self.local.let_go(near, state)
+            raise
+        return replace(near, far=far)
+
     def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
         self.far.let_go(unwanted.far, kept.far)
         self.local.let_go(unwanted, kept)
