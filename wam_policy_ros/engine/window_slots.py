@@ -131,8 +131,9 @@ class WindowSlot:
 
     def tensors(self) -> list[Tensor]:
         """All that a session's contents lie in, in an order that is the same for all slots of a layout."""
-        named = (self.text_k, self.text_v, self.image_k, self.image_v, self.text_rows, self.text_padding, self.text_peak)
-        return [*self.k, *self.v, *named, self.image_peak, self.cross_scale, self.cross_unscale, self.ys]
+        cross = (self.text_k, self.text_v, self.text_rows, self.text_padding, self.text_peak)
+        picture = (self.image_k, self.image_v, self.image_peak, self.ys)
+        return [*self.k, *self.v, *cross, *picture, self.cross_scale, self.cross_unscale]
 
     def copy_(self, other: WindowSlot) -> None:
         """Take over what another slot of the same layout holds."""
