@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def make_policy(
     embodiment: str = "oxe_droid",
     network: DreamZero | None = None,
     like: DreamZeroPolicy | None = None,
+    ask_device: Callable[[], None] | None = None,
 ) -> DreamZeroPolicy:
     network = network or shared_network()
     robot = get_embodiment(embodiment)
@@ -66,6 +68,7 @@ def make_policy(
         weights="random, for tests",
         random_weights=True,
         like=like,
+        ask_device=ask_device,
     )
 
 

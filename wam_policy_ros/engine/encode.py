@@ -74,6 +74,10 @@ class PromptEncoder:
             self._known.popitem(last=False)
         return prompt
 
+    def forget(self) -> None:
+        """Encode every prompt anew when it is asked for: the bits are the same, unless they were wrong."""
+        self._known.clear()
+
 
 @dataclass(frozen=True)
 class FirstFrame:

@@ -6,7 +6,7 @@ Exact: a replay launches the same kernels with the same arguments as the call it
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 import torch
@@ -95,8 +95,11 @@ class GraphCache(Generic[T]):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 out = function()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # that the recording is void; what made it so is the error
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._graphs[key] = (graph, out)
         return self._graphs[key]
 

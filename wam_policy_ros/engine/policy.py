@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from wam_policy_ros.model.tokenizer import Tokenizer
 from .closed_loop import StepInputs, StepResult, closed_loop_step
 from .config import EngineConfig
 from .determinism import Determinism
-from .device import no_memory_is_overload, on_device
+from .device import DeviceWatch, no_memory_is_overload, on_device
 from .device_resize import DeviceMosaic, Views
 from .fingerprint import fingerprint_of
 from .fp8 import fp8_for
@@ -66,6 +67,7 @@ class DreamZeroPolicy:
         like: a policy of the same network whose prepared weights may be used again.
         weights_hash: of the weights, for the fingerprint.
         ranks: the other processes of ``config.gpus``; progress: told what they do.
+        ask_device: see ``DeviceWatch``.
 
     Attributes:
         warnings: of this machine, for people.
@@ -86,6 +88,7 @@ class DreamZeroPolicy:
         weights_hash: str | None = None,
         ranks: Ranks | None = None,
         progress: Callable[[str, float], None] = lambda text, fraction: None,
+        ask_device: Callable[[], None] | None = None,
     ) -> None:
         self.network = network
         self.embodiment = embodiment
@@ -97,6 +100,7 @@ class DreamZeroPolicy:
         self.stage_hashes = False
         prepared = like.path if like is not None else None
         self._determinism = Determinism(network.device, enabled=self.config.deterministic)
+        self._watch = DeviceWatch(network.device, ask_device)
         with on_device(network.device), no_memory_is_overload("the network"), self._determinism.switched():
             self.path: StepPath = make_path(
                 network, self.config, picture, prepared, ranks=ranks, warn=self.warnings.append, progress=progress
@@ -158,15 +162,16 @@ class DreamZeroPolicy:
                 PromptError, StaleInput).
             Cancelled: ``cancelled()`` was true.
             SessionError: closed or foreign session.
-            EngineError: the network gave values that are not finite.
+            EngineError: the network gave values that are not finite; the session is as it was.
             NotDeterministic: in the deterministic tier, an operation that is not.
             Overloaded: no memory; the session is as it was.
+            PolicyLost: the device answers no call any more.
         """
         if not isinstance(session, Session):
             raise SessionError("not a session of this policy", got=type(session).__name__, remedy="use policy.open()")
         session.check(self)
         kind = ("step", session.step == 0, observation.want_video, observation.committed is not None)
-        with on_device(self.network.device), no_memory_is_overload("this step"), self._determinism.around(*kind):
+        with self._on_device("this step", *kind):
             return self._infer(session, observation, cancelled, noise, probe)
 
     def _infer(
@@ -216,12 +221,9 @@ class DreamZeroPolicy:
             normalised = result.action[0].float().cpu().numpy()  # the host's only wait for the device
             with timer.stage("decode_actions", host=True):
                 rows = decode_actions(normalised, self.spec.action, self.statistics, observation.state)
-            if not np.isfinite(rows).all():
-                raise EngineError(
-                    "the network's action is not finite; the session is unchanged",
-                    got=f"{int((~np.isfinite(rows)).sum())} of {rows.size} values",
-                    remedy="check the weights and the observation; nothing of this chunk may be executed",
-                )
+            self._refuse_not_finite("action", int((~np.isfinite(rows)).sum()), rows.size)
+            if result.video is not None:
+                self._refuse_not_finite("video", int((~result.video.isfinite()).sum()), result.video.numel())
             if stages is not None:
                 stages("rows", torch.from_numpy(rows))
             chunk = ActionChunk(
@@ -275,22 +277,13 @@ class DreamZeroPolicy:
                 return to_model_video(images, network.dtype, network.config.target_video_hw)
 
             session.ahead = ObserveAhead(path.vae, to_video, num_frames=count, block=block)
-        with (
-            on_device(self.network.device),
-            no_memory_is_overload("a frame ahead"),
-            torch.inference_mode(),
-            self._determinism.around("frame ahead", slot),
-        ):
+        with self._on_device("a frame ahead", "frame ahead", slot), torch.inference_mode():
             return session.ahead.offer(slot, frames)
 
     def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
         """Whatever is compiled and recorded at first use, now; nothing without graphs."""
         if isinstance(self.path, FusedPath | SplitPath) and self.config.graphs:
-            with (
-                on_device(self.network.device),
-                no_memory_is_overload("recording the step"),
-                self._determinism.around("recording"),
-            ):
+            with self._on_device("recording the step", "recording"):
                 self.path.prepare(progress)
 
     def reset(self, session: Session) -> None:
@@ -312,7 +305,9 @@ class DreamZeroPolicy:
 
     @property
     def lost(self) -> WamError | None:
-        """Why no call can succeed again: another GPU's process died or hangs. Any thread."""
+        """Why no call can succeed again: the device is lost, or another GPU's process died or hangs. Any thread."""
+        if (lost := self._watch.lost) is not None:
+            return lost
         return self.path.far.lost if isinstance(self.path, SplitPath) else None
 
     @torch.inference_mode()
@@ -323,16 +318,19 @@ class DreamZeroPolicy:
         """
         if not isinstance(chunk.video, PredictedVideo):
             return None
-        with (
-            on_device(self.network.device),
-            no_memory_is_overload("decoding the video"),
-            self._determinism.around("video"),
-        ):
+        with self._on_device("decoding the video", "video"):
             video = self.network.vae.decode(chunk.video.latents)[0, :, 1:]
         pixels = ((video.float() + 1) * 127.5).clamp(0, 255).to(torch.uint8)
         return pixels.permute(1, 2, 3, 0).cpu().numpy()
 
     # -- details ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _on_device(self, what: str, *kind: Hashable) -> Iterator[None]:
+        """Around everything that runs there. ``kind``: of work, for the deterministic tier."""
+        device = self.network.device
+        with self._watch.around(), on_device(device), no_memory_is_overload(what), self._determinism.around(*kind):
+            yield
 
     @property
     def _fused(self) -> FusedPath | None:
@@ -379,6 +377,16 @@ class DreamZeroPolicy:
                 got=str(error),
                 remedy="use a shorter instruction",
             ) from error
+
+    def _refuse_not_finite(self, what: str, wrong: int, size: int) -> None:
+        if not wrong:
+            return
+        self.path.prompts.forget()  # all that outlives a call and is not the session's
+        raise EngineError(
+            f"the network's {what} is not finite; the session is unchanged",
+            got=f"{wrong} of {size} values",
+            remedy="check the weights and the observation; nothing of this chunk may be executed",
+        )
 
     def _predicted(self, result: StepResult) -> PredictedVideo | None:
         if result.video is None:
