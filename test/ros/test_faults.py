@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from wam_policy_ros.contract.errors import ConfigError, EngineError
 from wam_policy_ros.contract.fakes import ScriptedPolicy
 from wam_policy_ros.contract.interface import Observation
+from wam_policy_ros.contract.policy_thread import Phase
 from wam_policy_ros.ros.commands import Commands
 from wam_policy_ros.ros.control import Substate
 from wam_policy_ros.ros.parameters import NodeParameters
@@ -194,6 +196,41 @@ def test_an_engine_that_fails_latches_with_its_words() -> None:
     rig.play(2.0)
     assert "out of memory" in rig.control.fault
     held(rig, 0.0, 10.0)
+
+
+def test_a_device_that_is_lost_holds_and_no_reset_brings_it_back() -> None:
+    """The step says it, and from then on the policy's owner does: the remedy is the one that helps."""
+    torch = pytest.importorskip("torch", reason="needs torch (extra engine)")
+    from wam_policy_ros.engine.device import DeviceWatch
+
+    calls: list[int] = []
+    good = wander()
+    watch = DeviceWatch(torch.device("cpu"), ask=lost)
+
+    def rows(observation: Observation, step: int) -> np.ndarray:
+        calls.append(1)
+        with watch.around():
+            if len(calls) > 8:
+                lost()
+            return np.asarray(good._rows(observation, step))
+
+    rig = running(ScriptedPolicy(rows))
+    rig.play(2.0)
+    held(rig, 0.0, 10.0)
+    assert rig.control.fault.startswith("the device answers no call") and "restart the process" in rig.control.fault
+    made = len(calls)
+    rig.run.worker.status = replace(rig.run.worker.status, phase=Phase.FAILED, message=str(watch.lost))
+    for _ in range(2):
+        rig.control.reset()
+        rig.play(1.0)
+        assert rig.control.substate is Substate.HOLDING and rig.control.fault.startswith(
+            "the policy failed: the device"
+        )
+    assert len(calls) == made and "configure" not in rig.control.fault and len(rig.holds) == 1
+
+
+def lost() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_the_end_of_the_process_in_mid_step_holds() -> None:

@@ -155,8 +155,8 @@ class Served:
 
 
 @contextmanager
-def served(policy: Any = None, **config: Any) -> Iterator[Served]:
-    one = Served(policy, **config)
+def served(policy: Any = None, limits: OwnerLimits | None = None, **config: Any) -> Iterator[Served]:
+    one = Served(policy, limits, **config)
     try:
         one.server.start()
         yield one

@@ -120,6 +120,9 @@ class PlaceState:
             return away
         if self.failures:
             return f"the last {self.failures} call(s) failed: {self.last_error}"
-        if stuck_after_s and (running_s := self.running_s) > stuck_after_s:
-            return f"a call has been running for {running_s:.0f} s"
-        return ""
+        return self.hang(stuck_after_s)
+
+    def hang(self, stuck_after_s: float) -> str:
+        """That the present call has been running for longer than any should."""
+        running_s = self.running_s
+        return f"a call has been running for {running_s:.0f} s" if 0 < stuck_after_s < running_s else ""

@@ -173,6 +173,12 @@ class PolicyThread:
         return max((place.running_s for place in self._places), default=0.0)
 
     @property
+    def hang(self) -> str:
+        """Why nothing that waits can expect its turn; empty when it can. Of several places each looks after itself."""
+        place = self._places[0] if len(self._places) == 1 else None
+        return "" if place is None else place.hang(self.limits.stuck_after_s)
+
+    @property
     def places(self) -> list[PlaceStatus]:
         """Of a policy that consists of several; of any other it is one."""
         return [place.status(self.limits.stuck_after_s) for place in self._places]

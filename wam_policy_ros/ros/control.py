@@ -442,7 +442,8 @@ class ControlLoop(Standing):
         status = self._worker.status
         if status.phase is not Phase.FAILED:
             return False
-        self.latch(f"the policy failed: {status.message}; remedy: clean up, configure and activate again")
+        remedy = "" if "remedy: " in status.message else "; remedy: clean up, configure and activate again"
+        self.latch(f"the policy failed: {status.message}{remedy}")
         return True
 
     def _ask(self, now: Now) -> None:

@@ -20,6 +20,7 @@ from wam_policy_ros.contract.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineError,
+    NotReady,
     ObservationError,
     Overloaded,
     PolicyUnavailable,
@@ -47,12 +48,19 @@ LARGE_BYTES = 64 * 2**10
 
 @dataclass(eq=False)
 class Item:
-    """A request that has arrived and is not answered. ``content`` is an error when it could not be read."""
+    """A request that has arrived and is not answered. ``content`` is an error when it could not be read.
+
+    ``warned``: it was its turn when the policy was found to hang; ``hung``: it is answered without the policy;
+    ``answered``: nothing more is wanted of the policy.
+    """
 
     content: InferRequest | ResetRequest | WamError
     received_s: float
     ticket: Ticket[Any] | None = None
     superseded: bool = False
+    warned: bool = False
+    hung: bool = False
+    answered: bool = False
 
 
 class Connection:
@@ -70,6 +78,7 @@ class Connection:
         self._codec: Codec = "openpi"
         self._items: deque[Item] = deque()
         self._arrived, self._space = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[Any] | None = None
         self._ended = False
         self._answered = 0
         self._previous_total_ms: float | None = None
@@ -86,6 +95,18 @@ class Connection:
         for item in self._items:
             if item.ticket is not None:
                 item.ticket.cancel(Cancelled("the connection ended"))
+
+    def policy_hangs(self, why: str) -> None:
+        """Said again and again while it does. What waits is told at once, what waits on after that at the next time."""
+        if not self._items or self._task is None:
+            return
+        item = self._items[0]
+        if item.ticket is not None:
+            item.ticket.cancel(_hangs(why))  # too late for what runs, unless it still asks
+        if item.warned and not item.hung and not item.answered:
+            item.hung = True
+            self._task.cancel()
+        item.warned = True
 
     async def end(self, code: int, reason: str) -> None:
         with contextlib.suppress(ConnectionClosed, OSError):
@@ -114,6 +135,7 @@ class Connection:
 
     async def run(self) -> None:
         """From the metadata to the end of the connection."""
+        self._task = asyncio.current_task()
         closed = asyncio.ensure_future(self._socket.wait_closed())
         closed.add_done_callback(lambda _: self._lost())
         reading: asyncio.Task[None] | None = None
@@ -240,25 +262,46 @@ class Connection:
         endpoint = "reset" if isinstance(content, ResetRequest) else "infer"
         outcome, alive = "ok", True
         try:
-            if isinstance(content, InferRequest):
-                await self._infer(item, content)
-            elif isinstance(content, ResetRequest):
-                await self._reset(content)
-            else:
-                raise content
+            try:
+                if isinstance(content, InferRequest):
+                    await self._infer(item, content)
+                elif isinstance(content, ResetRequest):
+                    await self._reset(content)
+                else:
+                    raise content
+            except asyncio.CancelledError:
+                if not item.hung or self._task is None:
+                    raise
+                self._task.uncancel()
+                raise self._left_in_hang(item) from None
         except (ConnectionClosed, OSError):
             raise
         except Exception as error:
             if not isinstance(error, WamError):  # a bug here is an error for its client, and for nobody else
                 self._server.log("error", f"{self._peer}: answering raised\n{traceback.format_exc()}")
                 error = EngineError("the server failed to answer", got=type(error).__name__)
-            outcome = type(error).__name__
+            outcome, item.answered = type(error).__name__, True
             alive = not self._ended and await self._refuse(error)
             # Its frames hold the request, and through the request's ticket the error itself: megabytes in a cycle.
             error.with_traceback(None)
         self._server.metrics.requests.labels(self._dialect.name, endpoint, outcome).inc()
         self._previous_total_ms = (time.monotonic() - item.received_s) * 1e3
         return alive
+
+    def _left_in_hang(self, item: Item) -> WamError:
+        """What to say of a request that the policy may be working on for ever. Nobody knows what becomes of its
+        session, so that ends; its memory is given up when the policy goes on."""
+        why = self._server.owner.hang or "a call has been running for too long"
+        session, ticket = self._current, item.ticket
+        if session is None or ticket is None or ticket.started_s is None or ticket.ended_s is not None:
+            return _hangs(why)
+        self._server.free_later([session], "hung", lost="its call did not end")
+        self._server.table.forget_loss(session.key)  # its client is told now
+        return EngineError(
+            "the policy does not answer; this session is lost",
+            got=why,
+            remedy="begin a new session; if the server does not become ready again, restart it",
+        )
 
     async def _refuse(self, error: WamError) -> bool:
         """One text frame, which no client takes for actions, then the end of the connection."""
@@ -340,6 +383,7 @@ class Connection:
                 previous_total_ms=self._previous_total_ms,
                 extras=self._dialect.extras,
             )
+        item.answered = True
         await self._socket.send(pack(message, request.codec))
         self._answered += 1
         self._server.metrics.answer_s.observe(time.monotonic() - item.received_s)
@@ -396,3 +440,11 @@ class Connection:
             self._server.log(
                 "info", f"session {session.key!r}: history reset at step {chunk.step}: {chunk.reset.value}"
             )
+
+
+def _hangs(why: str) -> WamError:
+    return NotReady(
+        "the policy does not answer; nothing was changed",
+        got=why,
+        remedy="try again when the server is ready; if it does not become ready again, restart it",
+    )

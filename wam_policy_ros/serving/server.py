@@ -155,9 +155,10 @@ class OpenPIServer:
             servers = await self._listen()
             self._bound.set()
             self._announce()
-            sweeper = loop.create_task(self._sweep())
+            watching = [loop.create_task(self._sweep()), loop.create_task(self._look_for_hang())]
             await self._stop.wait()
-            sweeper.cancel()
+            for task in watching:
+                task.cancel()
         finally:
             unsubscribe()
             await self._close(servers)
@@ -248,7 +249,19 @@ class OpenPIServer:
                 try:
                     await one
                 except WamError as error:
-                    self.log("error", f"a session that ended was not freed: {error}")
+                    self._not_freed(error)
+
+    async def _look_for_hang(self) -> None:
+        """Beside the sweeper, which waits for the policy."""
+        said = False
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            why = self.owner.hang
+            if why and not said:
+                self.log("error", f"the policy does not answer: {why}; clients are told, and nothing more is begun")
+            said = bool(why)
+            for connection in list(self.connections) if why else ():
+                connection.policy_hangs(why)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -285,6 +298,19 @@ class OpenPIServer:
         done = asyncio.ensure_future(_all_of(closing))
         done.add_done_callback(lambda _: self.table.made_room(len(closing)))
         return asyncio.shield(done)
+
+    def free_later(self, sessions: list[ServedSession], cause: str, *, lost: str) -> None:
+        """As ``free``, for nobody who waits."""
+
+        def told(done: asyncio.Future[None]) -> None:
+            if not done.cancelled():
+                self._not_freed(done.exception())
+
+        asyncio.ensure_future(self.free(sessions, cause, lost=lost)).add_done_callback(told)
+
+    def _not_freed(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.log("error", f"a session that ended was not freed: {error}")
 
     def _close_handle(self, session: ServedSession, cause: str) -> asyncio.Future[None]:
         """Where the policy has it. Raises NotReady."""

@@ -74,12 +74,12 @@ def job(dialect: Dialect, session: ServedSession, request: InferRequest) -> Call
     def work(policy: Policy, cancelled: AskCancelled) -> Answered:
         start_s = time.monotonic()
         handle = session.handle
-        if session.lost is not None:
-            raise SessionError(f"the session has ended: {session.lost}", remedy="start afresh with a new session")
+        _refuse_lost(session)
         if handle is None:
             handle = policy.open(None if session.private else session.key, seed=request.seed)
         try:
             chunk = policy.infer(handle, request.observation, cancelled=cancelled)
+            _refuse_lost(session)  # while it ran, if it hung
             # Here, so that rows that may not be sent count as a failure of the policy.
             message = reply(dialect, chunk.actions, policy.spec)
         except BaseException:
@@ -91,6 +91,11 @@ def job(dialect: Dialect, session: ServedSession, request: InferRequest) -> Call
         return Answered(chunk, message, time.monotonic() - start_s)
 
     return work
+
+
+def _refuse_lost(session: ServedSession) -> None:
+    if session.lost is not None:
+        raise SessionError(f"the session has ended: {session.lost}", remedy="start afresh with a new session")
 
 
 def with_timings(
