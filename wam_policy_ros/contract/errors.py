@@ -154,6 +154,10 @@ class SessionError(WamError):
     """A session is unknown, closed, or belongs to another policy."""
 
 
+class SessionBusy(SessionError):
+    """Something is still under way in this session. Nothing was changed."""
+
+
 class EngineError(WamError):
     """The engine failed during a step."""
 

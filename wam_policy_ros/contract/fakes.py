@@ -100,6 +100,13 @@ class ScriptedPolicy:
             timings_s={"total": time.monotonic() - start},
         )
 
+    def fork(self, session: Any, session_id: str | None = None, *, seed: int | None = None) -> FakeSession:
+        if not isinstance(session, FakeSession) or session.closed:
+            raise SessionError("session is closed or belongs to another policy", got=session)
+        twin = self.open(session_id, seed=session.seed if seed is None else seed)
+        twin.step, twin.seen = session.step, list(session.seen)
+        return twin
+
     def reset(self, session: Any) -> None:
         session.step = 0
         session.seen.clear()

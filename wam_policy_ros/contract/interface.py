@@ -253,6 +253,25 @@ class EncodesAhead(Protocol):
 
 
 @runtime_checkable
+class Forks(Protocol):
+    """A policy whose sessions can be copied. A copy that is kept is a snapshot: fork it to go back there."""
+
+    def fork(self, session: Any, session_id: str | None = None, *, seed: int | None = None) -> PolicySession:
+        """Another session at the same point of its episode. Both go on, each as if it were alone: given the same
+        observations and seed they give the same bits. Frames of a next call that were told ahead are not copied.
+
+        Args:
+            session: is not changed. session_id: of the copy; a fresh one when none is given.
+            seed: of the copy's later calls; None: that of ``session``.
+
+        Raises:
+            Overloaded: no memory for a second window.
+            SessionError: the session is closed or foreign, or cannot be copied.
+        """
+        ...
+
+
+@runtime_checkable
 class HashesStages(Protocol):
     """A policy that can tell what every stage of a call gave.
 

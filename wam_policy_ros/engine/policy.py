@@ -286,6 +286,19 @@ class DreamZeroPolicy:
             with self._on_device("recording the step", "recording"):
                 self.path.prepare(progress)
 
+    def fork(self, session: Session, session_id: str | None = None, *, seed: int | None = None) -> Session:
+        """Another episode at the same point; see ``contract.interface.Forks``. Takes a window as large as the
+        session's. Frames that were encoded ahead are not copied: the call encodes them, with the same bits."""
+        session.check(self)
+        with (
+            on_device(self.network.device),
+            no_memory_is_overload("a fork of a session"),
+            torch.inference_mode(),
+            self._determinism.around("fork"),
+        ):
+            window = self.path.cloned(session.window)
+        return session.twin(window, session_id, seed=seed)
+
     def reset(self, session: Session) -> None:
         """Forget the episode; the next call is a first call."""
         session.check(self)

@@ -117,6 +117,9 @@ class Replicas:
         there = [p for p in self.places if not p.trouble] or self.places
         return min(there, key=lambda p: p.sessions).open(session_id, seed=seed)
 
+    def fork(self, session: Any, session_id: str | None = None, *, seed: int | None = None) -> ReplicaSession:
+        return self._of(session).fork(session, session_id, seed=seed)
+
     def infer(
         self, session: Any, observation: Observation, *, cancelled: Callable[[], bool] | None = None
     ) -> ActionChunk:

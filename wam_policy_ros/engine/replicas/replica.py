@@ -196,6 +196,13 @@ class Replica:
         self._open += 1
         return ReplicaSession(name, self.place, life, key, self)
 
+    def fork(self, session: Any, session_id: str | None = None, *, seed: int | None = None) -> ReplicaSession:
+        """In the same process; see ``contract.interface.Forks``."""
+        name = session_id or uuid.uuid4().hex
+        life, key = self._ask(self._own(session), "fork", session.key, name, seed)
+        self._open += 1
+        return ReplicaSession(name, self.place, life, key, self)
+
     def infer(
         self, session: Any, observation: Observation, *, cancelled: Callable[[], bool] | None = None
     ) -> ActionChunk:

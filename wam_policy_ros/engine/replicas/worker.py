@@ -100,8 +100,8 @@ class Worker:
         from wam_policy_ros.contract.errors import EngineError, WamError, bare
 
         verbs: dict[str, Callable[..., Any]] = {
-            "open": self._open, "infer": self._infer, "observe": self._observe, "reset": self._reset,
-            "close": self._close, "render": self._render,
+            "open": self._open, "fork": self._fork, "infer": self._infer, "observe": self._observe,
+            "reset": self._reset, "close": self._close, "render": self._render,
         }  # fmt: skip
         while getattr(self._policy, "lost", None) is None:
             if (call := self._line.next(LOOK_S)) is None:
@@ -121,6 +121,16 @@ class Worker:
     def _open(self, session_id: str, seed: int | None) -> int:
         key = next(self._numbers)
         self._sessions[key] = self._policy.open(session_id, seed=seed)
+        return key
+
+    def _fork(self, parent: int, session_id: str, seed: int | None) -> int:
+        from wam_policy_ros.contract.errors import SessionError
+        from wam_policy_ros.contract.interface import Forks
+
+        if not isinstance(self._policy, Forks):
+            raise SessionError("sessions of this policy cannot be forked", got=type(self._policy).__name__)
+        key = next(self._numbers)
+        self._sessions[key] = self._policy.fork(self._sessions[parent], session_id, seed=seed)
         return key
 
     def _infer(self, number: int, key: int, observation: Any) -> Any:
