@@ -344,6 +344,13 @@ def test_bits_are_those_of_one_process():
                 got, expected = policy.infer(theirs[k], observation), here.infer(mine[k], observation)
                 assert got.actions.tobytes() == expected.actions.tobytes() and got.step == expected.step == call
         assert policy.render_video(got).tobytes() == here.render_video(expected).tobytes()
+        # A fork stays in its parent's process.
+        twins = here.fork(mine[1], "c", seed=7), policy.fork(theirs[1], "c", seed=7)
+        assert twins[1].place == 1 and [p.sessions for p in policy.places] == [1, 2]
+        observation = example_observation(here.spec, frames=4, seed=30)
+        for ours, other in zip((mine[1], twins[0]), (theirs[1], twins[1]), strict=True):
+            expected, got = here.infer(ours, observation), policy.infer(other, observation)
+            assert got.actions.tobytes() == expected.actions.tobytes() and got.step == expected.step == 2
     finally:
         policy.disconnect()
 

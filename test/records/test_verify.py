@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,19 +14,21 @@ from test.engine.tiny_policy import look as tiny_look
 from test.engine.tiny_policy import make_network, make_policy
 from test.serving.harness import RememberingPolicy, small_spec
 from wam_policy_ros.contract.errors import EngineError
+from wam_policy_ros.contract.fakes import ScriptedPolicy
 from wam_policy_ros.contract.fingerprint import Fingerprint
+from wam_policy_ros.contract.interface import Forks
 from wam_policy_ros.contract.places import Placed, place_of
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.policy import with_config
 from wam_policy_ros.engine.stages import StageHashes, checksum
-from wam_policy_ros.records.events import CHUNK, CLOSE, OBSERVATION, OPEN, RESET
+from wam_policy_ros.records.events import CHUNK, CLOSE, FORK, OBSERVATION, OPEN, RESET
 from wam_policy_ros.records.files import record_files
 from wam_policy_ros.records.policy import recorded
 from wam_policy_ros.records.read import open_records
 from wam_policy_ros.records.recorder import Recorder
 from wam_policy_ros.records.verify import first_difference, verify
 
-from .tools import Lines, episode, flip, look, record, rewrite
+from .tools import Lines, episode, events, flip, look, record, rewrite
 
 
 def check(folder, policy=None):
@@ -100,6 +103,45 @@ def test_the_name_and_the_seed_of_a_session_are_played_back(tmp_path):
     rewrite(tmp_path, other)
     report = check(tmp_path)
     assert [(d.step, d.stage) for d in report.differences] == [(0, "actions")] and not report.proven
+
+
+def counting():
+    """A row tells how many steps its session and those it was forked from have made."""
+    return ScriptedPolicy(lambda o, step: np.full((24, 8), step + o.state["joint_position"][0]))
+
+
+def forking(p, spec):
+    assert isinstance(p, Forks)
+    parent = p.open("parent", seed=4)
+    early = p.fork(parent, "early")
+    p.infer(parent, look(spec, 0))
+    child = p.fork(parent, "child", seed=5)
+    grandchild = p.fork(child)
+    for i, session in enumerate((child, parent, early, child)):
+        p.infer(session, look(spec, 1 + i))
+    p.close(parent)
+    p.infer(grandchild, look(spec, 9))
+
+
+def test_forks_are_played_back(tmp_path):
+    record(tmp_path, forking, counting())
+    report = check(tmp_path, counting())
+    assert report.proven and (report.calls, report.sessions) == (6, 4)
+    told = [(e.values["parent"], e.values["session_id"], e.values["seed"]) for e in events(tmp_path) if e.topic == FORK]
+    assert told[:2] == [(1, "early", None), (1, "child", 5)] and told[2][0] == 3
+    # Without forks a replay judges what it can: the parent, and who was forked before its first call.
+    assert not isinstance(recorded(RememberingPolicy(), Recorder(tmp_path / "x", log=print), how={}), Forks)
+    policy = counting()
+    without = SimpleNamespace(spec=policy.spec, open=policy.open, infer=policy.infer, close=policy.close)
+    report = check(tmp_path, without)
+    assert not report.proven and (report.same, report.skipped) == (3, 3)
+
+
+def test_a_fork_of_what_is_not_known_is_not_judged(tmp_path):
+    record(tmp_path, forking, counting())
+    rewrite(tmp_path, lambda e: None if e.topic == OBSERVATION and e.values["call"] == 1 else e)
+    report = check(tmp_path, counting())
+    assert not report.proven and (report.calls, report.skipped) == (0, 6)
 
 
 def test_a_difference_is_told_once_per_session_and_the_others_go_on(tmp_path):

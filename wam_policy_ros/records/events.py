@@ -7,6 +7,7 @@ A record is a row of events with consecutive numbers. Small ones are JSON, those
 |---|---|
 | `/record/start` | first event of every file: fingerprint, how the policy was made, number of the file |
 | `/session/open`, `/session/reset`, `/session/close` | JSON: ``session`` (a number), with ``open`` its id and seed |
+| `/session/fork` | JSON: as ``open``, and ``parent``, the session it goes on from; ``seed`` null: the parent's |
 | `/call/observation` | before the policy is asked: every array of the observation as it was |
 | `/call/chunk`, `/call/error` | what came of it: rows, timings, fingerprint, stages; or the error |
 | `/record/end` | last event of a record that was closed: how many events were written and dropped |
@@ -28,9 +29,9 @@ from wam_policy_ros.contract.interface import ActionChunk, CommittedRows, Observ
 
 FORMAT = 1
 START, END = "/record/start", "/record/end"
-OPEN, RESET, CLOSE = "/session/open", "/session/reset", "/session/close"
+OPEN, FORK, RESET, CLOSE = "/session/open", "/session/fork", "/session/reset", "/session/close"
 OBSERVATION, CHUNK, ERROR = "/call/observation", "/call/chunk", "/call/error"
-TOPICS = (START, OPEN, RESET, CLOSE, OBSERVATION, CHUNK, ERROR, END)
+TOPICS = (START, OPEN, FORK, RESET, CLOSE, OBSERVATION, CHUNK, ERROR, END)
 WITH_ARRAYS = frozenset({OBSERVATION, CHUNK})
 
 Arrays = Mapping[str, npt.NDArray[Any]]

@@ -13,6 +13,7 @@ from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.contract.interface import (
     ActionChunk,
     EncodesAhead,
+    Forks,
     HashesStages,
     Observation,
     Policy,
@@ -20,7 +21,7 @@ from wam_policy_ros.contract.interface import (
 )
 from wam_policy_ros.contract.places import Placed
 
-from .events import CLOSE, ERROR, OPEN, RESET, Event, of_chunk, of_observation
+from .events import CLOSE, ERROR, FORK, OPEN, RESET, Event, of_chunk, of_observation
 from .recorder import Recorder
 
 Sessions = dict[int, tuple[int, Any]]
@@ -63,7 +64,13 @@ def recorded(policy: Policy, recorder: Recorder, *, stages: bool = False, how: M
 def _wrapped(policy: Policy, recorder: Recorder, sessions: Sessions) -> RecordingPolicy:
     if isinstance(policy, Placed):
         return _InPlaces(policy, recorder, sessions)  # type: ignore[arg-type]
-    return (_EncodingAhead if isinstance(policy, EncodesAhead) else RecordingPolicy)(policy, recorder, sessions)
+    kinds = {
+        (False, False): RecordingPolicy,
+        (True, False): _EncodingAhead,
+        (False, True): _Forking,
+        (True, True): _EncodingAheadAndForking,
+    }
+    return kinds[isinstance(policy, EncodesAhead), isinstance(policy, Forks)](policy, recorder, sessions)
 
 
 class RecordingPolicy:
@@ -80,10 +87,12 @@ class RecordingPolicy:
         return self._policy.spec
 
     def open(self, session_id: str | None = None, *, seed: int | None = None) -> Any:
-        session = self._policy.open(session_id, seed=seed)
+        return self._began(OPEN, self._policy.open(session_id, seed=seed), seed=seed)
+
+    def _began(self, topic: str, session: Any, **values: Any) -> Any:
         number = next(self._recorder.sessions)
         self._sessions[id(session)] = number, session
-        self._put(OPEN, session=number, session_id=session.session_id, seed=seed)
+        self._put(topic, session=number, session_id=session.session_id, **values)
         return session
 
     def infer(
@@ -127,7 +136,15 @@ class RecordingPolicy:
         self._recorder.put(Event(topic, values))
 
 
-class _InPlaces(RecordingPolicy):
+class _Forking(RecordingPolicy):
+    """A copy is a session of its own, which begins where its parent stands."""
+
+    def fork(self, session: Any, session_id: str | None = None, *, seed: int | None = None) -> Any:
+        copy = self._policy.fork(session, session_id, seed=seed)  # type: ignore[attr-defined]
+        return self._began(FORK, copy, parent=self._number(session), seed=seed)
+
+
+class _InPlaces(_Forking):
     """A policy that consists of several, each called by a thread of its own: each of them is recorded."""
 
     def __init__(self, policy: Policy, recorder: Recorder, sessions: Sessions) -> None:
@@ -140,3 +157,7 @@ class _EncodingAhead(RecordingPolicy):
 
     def observe(self, session: Any, slot: int, frames: Mapping[str, npt.NDArray[np.uint8]]) -> bool:
         return self._policy.observe(session, slot, frames)  # type: ignore[attr-defined]
+
+
+class _EncodingAheadAndForking(_EncodingAhead, _Forking):
+    pass

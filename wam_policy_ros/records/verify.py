@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from wam_policy_ros.contract.errors import WamError
-from wam_policy_ros.contract.interface import ActionChunk, HashesStages, Policy
+from wam_policy_ros.contract.interface import ActionChunk, Forks, HashesStages, Policy
 
-from .events import CHUNK, CLOSE, ERROR, OBSERVATION, OPEN, RESET, Event, digest, to_chunk, to_observation
+from .events import CHUNK, CLOSE, ERROR, FORK, OBSERVATION, OPEN, RESET, Event, digest, to_chunk, to_observation
 from .read import Record
 
 
@@ -107,6 +107,8 @@ class _Replay:
         if event.topic == OPEN:
             self._names[session] = event.values["session_id"], event.values["seed"]
             self._lost.discard(session)
+        elif event.topic == FORK:
+            self._fork(session, event)
         elif event.topic == OBSERVATION:
             self._waiting[session] = event
         elif event.topic == ERROR:
@@ -119,6 +121,18 @@ class _Replay:
         elif event.topic == CLOSE:
             self._close(session)
             self._names.pop(session, None)
+
+    def _fork(self, session: int, event: Event) -> None:
+        """What is not known of the parent is not known of its copy."""
+        parent, name, seed = (event.values[key] for key in ("parent", "session_id", "seed"))
+        known = self._names.get(parent)
+        self._names[session] = name, known[1] if seed is None and known is not None else seed
+        handle = self._handles.get(parent)  # None: it has not made a call yet
+        if known is None or parent in self._lost or (handle is not None and not isinstance(self.policy, Forks)):
+            self._lost.add(session)
+        elif handle is not None:
+            self._handles[session] = self.policy.fork(handle, name, seed=seed)  # type: ignore[attr-defined]
+            self.report.sessions += 1
 
     def _gap(self) -> None:
         """What is missing may have been anything of any session that was open."""
