@@ -128,6 +128,16 @@ def test_predicted_video_is_written(tmp_path: Path) -> None:
     assert np.ptp(frames[-1]) > 30, "not a uniform picture"
 
 
+def test_the_rollouts_of_the_documentation() -> None:
+    pytest.importorskip("torch")
+    page = (EXAMPLES.parent / "docs" / "sessions.md").read_text(encoding="utf-8")
+    code = page.partition("## Rollouts")[2].partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert len(values) == len(set(values)) == 5, "other pictures or other seeds, other actions"
+
+
 @pytest.mark.parametrize(
     ("name", "words", "package", "extra"),
     [
