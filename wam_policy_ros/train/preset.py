@@ -46,7 +46,7 @@ class Preset:
 
     name: str
     view_height: int = 48
-    view_width: int = 112
+    view_width: int = 64
     stride: int = 2
     horizon: int = 16
     blocks: int = 4
@@ -55,7 +55,7 @@ class Preset:
     layers: int = 8
     ffn: int = 768
     vae_dim: int = 8
-    vae_mult: tuple[int, ...] = (1, 3, 6, 8)
+    vae_mult: tuple[int, ...] = (1, 2, 4, 8)
     vae_blocks: int = 1
     text_dim: int = 64
     text_layers: int = 2
@@ -178,7 +178,7 @@ class Preset:
 
 MUG = Preset("mug")
 SMALL = Preset(
-    "small", view_height=32, view_width=64, dim=128, heads=4, layers=5, ffn=384, vae_dim=8, vae_mult=(1, 2, 4, 4),
+    "small", view_height=32, view_width=48, dim=128, heads=4, layers=5, ffn=384, vae_dim=8, vae_mult=(1, 2, 4, 4),
     text_dim=32, text_layers=1, clip_dim=32, clip_layers=2, clip_size=56, clip_patch=14,
 )  # fmt: skip
 TOY = Preset(
