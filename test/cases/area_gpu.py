@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from . import rows_gpu
 from .case import Case, Outcome, Unavailable, contains
 
 CPU_GFLOP = 4.0
@@ -18,6 +19,8 @@ CPU_GFLOP = 4.0
 
 def run(case: Case) -> Outcome:
     pytest.importorskip("torch", reason="needs torch (extra engine)")
+    if case.kind == "json" and "row" in case.json():
+        return rows_gpu.run(case, case.json())
     for key, part in {
         "cases": _convolutions_right,
         "shape": _convolutions_fast,

@@ -10,13 +10,15 @@ import pytest
 from wam_policy_ros.contract.errors import WamError
 from wam_policy_ros.contract.normalization import FieldStatistics
 
-from . import settings
+from . import rows_mod, settings
 from .case import Case, Outcome, Unavailable, contains, note
 
 EMBODIMENT = "oxe_droid"
 
 
 def run(case: Case) -> Outcome:
+    if case.kind == "json" and "row" in case.json():
+        return rows_mod.run(case, case.json())
     if case.kind == "ckpt_dir":
         return _checkpoint(case)
     if case.kind == "json" and "stats" in case.json():

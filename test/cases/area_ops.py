@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from . import nodes, settings
+from . import nodes, rows_ops, settings
 from .case import Case, Outcome, Unavailable
 
 
@@ -14,6 +14,8 @@ def needs_ros(case: Case) -> bool:
 
 
 def run(case: Case) -> Outcome:
+    if case.kind == "json" and "row" in case.json():
+        return rows_ops.run(case, case.json())
     if case.kind == "yaml":
         return settings.run(case)
     if case.kind == "scenario" and any(str(e.get("do", "")).startswith("SIG") for e in case.json().get("events", [])):

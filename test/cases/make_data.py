@@ -422,6 +422,74 @@ def devices() -> list[dict[str, Any]]:
                    "scenario": "a small picture resized on the device", "expect": {"float_first": True}}]  # fmt: skip
 
 
+def rows() -> list[dict[str, Any]]:
+    """Reports without a file: what is odd, as numbers and words; the number of the case is that of the row plus 100."""
+
+    def one(row: str, verdict: str, scenario: str, expect: dict[str, Any], **content: Any) -> dict[str, Any]:
+        area, number = row.split("-")
+        return _text(f"{area}-{100 + int(number)}", "json", verdict, scenario, expect, {"row": row, **content})
+
+    hip, cuda = ["hip", "gfx942"], ["cuda", [9, 0]]
+    return [
+        one("MOD-06", "refuse_start", "statistics of several robots, none of them asked for", {
+            "message_contains": ["'agibot'", "'yam'"]}, in_file=["agibot", "yam"], asked=["oxe_droid", "", "None"]),
+        one("MOD-07", "accept", "a robot with fewer joints than the widest; a gripper whose data stop short of its end",
+            {"live_columns": 14, "padding_is_zero": True, "gripper_reaches": 1.0},
+            embodiment="yam", width=64, gripper_q99=0.8, gripper=1.0),
+        one("MOD-08", "accept", "32 columns, of which 8 are live", {
+            "live": 8, "shape": [4, 8], "padding_does_not_matter": True, "message_contains": ["joint_position"]},
+            embodiment="oxe_droid", width=32, padding=1e9),
+        one("MOD-09", "accept", "no package with an attention kernel", {
+            "first_step_works": True, "message_contains": "attention: torch"},
+            absent=["flash_attn", "flash_attn_interface", "sageattention", "xformers"]),
+        one("MOD-10", "accept", "memory while a checkpoint is loaded", {
+            "stored_tensors_at_a_time": 2, "peak_over_final_below": 1.1}),
+        one("MOD-11", "accept", "two ranks and no seed", {"one_noise_for_all": True}, gpus=2),
+        one("MOD-12", "accept", "one observation through every door", {
+            "inputs_bit_equal": True, "actions_equal": True}, seed=4, prompt="pick up the blue cup",
+            arm_rad=[0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7], gripper=1.0),
+        one("GPU-06", "accept", "pictures of sizes nobody measured", {"sizes_convolved": 1},
+            sizes_hw=[[171, 305], [257, 513], [180, 320]]),
+        one("GPU-07", "accept", "timing of convolutions is somebody's wish, not a habit", {
+            "timed_in_a_call": False, "process_switch_kept": True}),
+        one("GPU-08", "accept", "MIOpen with a home that cannot be written, told to search", {
+            "warnings": 4, "message_contains": ["MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "MIOPEN_FIND_MODE",
+                                                "MIOPEN_FIND_ENFORCE"]},
+            machine=hip, home="read-only",
+            environment={"TRITON_CACHE_DIR": "own", "MIOPEN_FIND_MODE": "NORMAL", "MIOPEN_FIND_ENFORCE": "3"}),
+        one("GPU-09", "accept", "8-bit products that are slower than native ones", {
+            "said": [1, 0], "message_contains": ["2.00 against 1.00 ms", "set linears: native"]},
+            measured_ms=[[2.0, 1.0], [0.6, 1.0]]),
+        one("GPU-10", "accept", "expandable segments on ROCm", {
+            "warnings": 1, "message_contains": ["PYTORCH_HIP_ALLOC_CONF", "unset it"]},
+            machine=hip, home="own", environment={"PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True"}),
+        one("GPU-11", "refuse_start", "a cache of kernels that cannot be written", {
+            "message_contains": ["Triton cannot write", "TRITON_CACHE_DIR"]},
+            machine=cuda, home="own", environment={"TRITON_CACHE_DIR": "read-only"}),
+        one("GPU-12", "refuse_start", "steps that take longer than their chunk lasts", {
+            "refused": 2, "message_contains": ["slower than its chunks last", "a step takes 3.00 s", "stop_and_go"]},
+            warm_up_s=[3.0, 1.7], mode="receding"),
+        one("GPU-13", "accept", "many requests, each from a new thread", {
+            "answered": 200, "threads_that_compute": 1, "threads_grow_by_at_most": 3}, requests=200),
+        one("OPS-05", "accept", "no cv_bridge", {"importers": 0, "picture_comes_back": True},
+            absent="cv_bridge", picture_hw=[7, 9]),
+        one("OPS-06", "accept", "publishers that are known, and no data", {
+            "within_s": 5.0, "nothing_said_without_reason": True,
+            "message_contains": ["shared memory", "container", "2 publisher(s)"]},
+            publishers=2, look_s=1.0, seconds=6.0),
+        one("OPS-07", "accept", "somebody waits in the thread that others need", {
+            "others_get_in": True, "woken": True, "ends_by_itself": True}, wait_s=20.0),
+        one("OPS-08", "accept", "an engine that fails at every request", {
+            "ready_before": 200, "ready": 503, "health": 200, "answers_are_errors": True, "sessions_left": 0,
+            "ready_after": 200, "message_contains": ["the last 3 call(s) failed", "no kernel image"]},
+            raises="no kernel image is available", requests=3),
+        one("OPS-09", "hold", "one bad stream among four", {
+            "topics_named": [True], "message_contains": ["truncated image"]}, bad_camera="exterior_1", frames=12),
+        one("OPS-10", "accept", "steps of a second, cameras at 10 Hz", {
+            "frames_keep_their_stamps": True, "calls": 3}, inference_s=1.0, camera_period_s=0.1, calls=3),
+    ]  # fmt: skip
+
+
 def _text(id_: str, kind: str, verdict: str, scenario: str, expect: dict[str, Any], content: Any) -> dict[str, Any]:
     file = f"{id_.lower().replace('-', '_')}.{'yaml' if kind == 'yaml' else 'json'}"
     dump = yaml.safe_dump(content) if kind == "yaml" else json.dumps(content, indent=1) + "\n"
@@ -433,7 +501,7 @@ def main() -> None:
     shutil.rmtree(DATA, ignore_errors=True)
     DATA.mkdir()
     (DATA / "reference_config.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False), encoding="utf-8")
-    cases = [*recordings(), *chunks(), *texts(), *devices(), *requests(DATA)]
+    cases = [*recordings(), *chunks(), *texts(), *devices(), *rows(), *requests(DATA)]
     (DATA / "index.json").write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 

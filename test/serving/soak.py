@@ -33,6 +33,9 @@ FAULTS = (
 STEPS = 5
 """Of the longest episode."""
 
+PATIENCE_S = 60.0
+"""A loaded machine is no fault."""
+
 
 def seen(client: int, script: int, step: int, session: str) -> dict[str, Any]:
     """A request of an episode; the same for every session that plays it."""
@@ -89,8 +92,12 @@ class Soak:
 
     def _episode_alone(self, client: int, script: int) -> list[Any]:
         """Answers of a server that has nothing else to do, and in which nothing fails."""
+        answers = []
         with served(make_policy(CONFIG)) as one, Client(one) as asks:
-            return [asks.ask(seen(client, script, step, "alone")) for step in range(STEPS)]
+            for step in range(STEPS):
+                asks.send(seen(client, script, step, "alone"))
+                answers.append(asks.receive(PATIENCE_S))
+        return answers
 
     def _robot_steps(self) -> list[Any]:
         policy = make_policy(CONFIG)
@@ -113,15 +120,16 @@ class Soak:
             for thread in work:
                 thread.start()
             for thread in work:
-                thread.join(seconds + 60)
+                thread.join(seconds + 2 * PATIENCE_S)
             assert not any(thread.is_alive() for thread in work), "somebody waits for ever"
             self.path.choose = lambda: None
             pool = self.path.inner.pool  # type: ignore[attr-defined]
             wait_for(
                 lambda: not len(one.server.table) and not one.owner.waiting and pool.made == pool.idle,
+                PATIENCE_S,
                 what="the end of every session",
             )
-            wait_for(lambda: not one.server.connections)
+            wait_for(lambda: not one.server.connections, PATIENCE_S)
             said = one.http("/metrics")[1].splitlines()
         counted = sum(float(x.rpartition(" ")[2]) for x in said if x.startswith("wam_openpi_requests_total"))
         told = self.tally
@@ -177,7 +185,8 @@ class Soak:
     def _ask(self, client: Client, message: Any) -> Any:
         """The one answer. A text is an error, and begins with its type."""
         self._count(sent=1)
-        answer = client.ask(message)
+        client.send(message)
+        answer = client.receive(PATIENCE_S)
         self._count(answered=1)
         if isinstance(answer, str) and answer != "reset successful":
             with self._lock:
@@ -185,7 +194,7 @@ class Soak:
         return answer
 
     def _reset(self, client: Client, name: str) -> None:
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + PATIENCE_S
         while self._ask(client, {"endpoint": "reset", "session_ids": [name]}) != "reset successful":
             assert time.monotonic() < end_s, "a session is not given back"
 
@@ -223,7 +232,7 @@ class Soak:
             ticket = one.owner.submit(step, lane="robot", priority=Priority.ROBOT, preempt=True, newest_wins=True)
             over = False
             try:
-                chunk = ticket.result(30)
+                chunk = ticket.result(PATIENCE_S)
                 self._compare(chunk.actions, self._robot_alone[held["step"]], f"the robot's step {held['step']}")
                 self._count(robot_chunks=1)
                 held["step"] += 1
@@ -234,9 +243,9 @@ class Soak:
                     self.tally.errors[f"robot {type(error).__name__}"] += 1
                 over = True
             if over or rng.random() < 0.1:
-                one.owner.submit(end, lane="robot", priority=Priority.ROBOT, upkeep=True).result(30)
-            time.sleep(float(rng.uniform(0.05, 0.3)))
-        one.owner.submit(end, lane="robot", priority=Priority.ROBOT, upkeep=True).result(30)
+                one.owner.submit(end, lane="robot", priority=Priority.ROBOT, upkeep=True).result(PATIENCE_S)
+            time.sleep(float(rng.uniform(0.1, 0.8)))
+        one.owner.submit(end, lane="robot", priority=Priority.ROBOT, upkeep=True).result(PATIENCE_S)
 
     # -- what is counted ----------------------------------------------------------------------------------------------
 

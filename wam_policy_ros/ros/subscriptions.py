@@ -18,6 +18,7 @@ from .joint_states import JointStateInput
 from .lifecycle import steady_clock
 from .parameters import NodeParameters
 from .qos import sensor_qos
+from .silence import Silence
 from .streams import CameraInput, Now
 
 LOOK_S = 1.0
@@ -81,10 +82,13 @@ def subscribe(
     ]
     streams.append((JointState, inputs.joint_states))
 
+    silences = {id(stream): Silence(LOOK_S) for _, stream in streams}
+
     def look(refuse: bool = False) -> None:
         for kind, stream in streams:
             offered = "" if stream.received else _offered(node, stream.topic, kind)
-            stream.offered = offered or refused.get(id(stream), "")
+            silent = silences[id(stream)].look(_publishers(node, stream.topic, kind), stream.received)
+            stream.offered = offered or refused.get(id(stream), "") or silent
             if offered and refuse:
                 raise ConfigError(f"{stream.shown} cannot be received: {stream.offered}", remedy=_TYPE_REMEDY)
 
@@ -94,6 +98,12 @@ def subscribe(
         one(kind, stream, sensor_qos(5, reliable=params.image_reliable) if camera else sensor_qos(10))
     timer = node.create_timer(LOOK_S, lambda: guard(look), clock=steady_clock())
     entities.callback(node.destroy_timer, timer)
+
+
+def _publishers(node: Any, topic: str, kind: type) -> int:
+    """How many are known of this type."""
+    known = node.get_publishers_info_by_topic(node.resolve_topic_name(topic))
+    return sum(p.topic_type == _type_name(kind) for p in known)
 
 
 def _offered(node: Any, topic: str, kind: type) -> str:
