@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("mujoco", reason="mujoco is not installed: pip install 'wam_policy_ros[sim]'")
 
 from wam_policy_ros.contract.errors import PolicyUnavailable
+from wam_policy_ros.contract.executed import carried, sha256_of
 from wam_policy_ros.ros.sim_episodes import SimEpisodes
 from wam_policy_ros.sim.demonstrations import Noise, demonstrate
 from wam_policy_ros.sim.expert import Expert
+from wam_policy_ros.sim.tasks import TASKS
 from wam_policy_ros.sim.world import World
 from wam_policy_ros.tools.eval_suite.ros_door import episode_of
 
@@ -54,22 +56,32 @@ class Robot:
 def cell() -> Iterator[Cell]:
     made = Cell(**FAST, lockstep_ticks=200)
     robot = Robot(made)
+    made.way = robot.rows[0]
     yield made
     robot.close()
     made.close()
 
 
 def test_seeds_are_played_and_counted(cell: Cell) -> None:
-    node = SimEpisodes(namespace=cell.namespace, quiet_s=15.0)
-    lifted = episode_of(node.play(0, "lift_mug", 150))
+    node = SimEpisodes(namespace=cell.namespace, policy="", quiet_s=15.0)
+    lifted = episode_of(node.play(0, "lift_mug", 150, "take the cup"))
     assert lifted.success and lifted.seed == 0 and lifted.task == "lift_mug" and 40 < lifted.ticks < 150
-    assert lifted.highest_m > 0.1 and set(lifted.moved_m) == {"mug"}
+    assert lifted.highest_m > 0.1 and set(lifted.moved_m) == {"mug"} and lifted.taken == ()
+    assert lifted.instruction == "take the cup" and lifted.executed.shape == (lifted.ticks, 8)
+    assert lifted.actions_sha256 == sha256_of(carried(cell.way[: lifted.ticks]))
     still = episode_of(node.play(1, "lift_red_apple", 12))
-    assert not still.success and still.ticks >= 12 and still.moved_m == {} and still.highest_m < 0.01
+    assert not still.success and still.ticks == 12 and still.moved_m == {} and still.highest_m < 0.01
+    assert still.instruction == TASKS["lift_red_apple"].instructions[0] and not still.executed[:, 7].any()
     with pytest.raises(PolicyUnavailable, match="refuses"):
         node.play(0, "make coffee", 12)
+    node.restore()
+    assert cell.node.get_parameter("max_ticks").value == 0 and cell.node.get_parameter("instruction").value == ""
     node.destroy_node()
-    hasty = SimEpisodes(namespace=cell.namespace, quiet_s=0.5)
+    alone = SimEpisodes(namespace=cell.namespace, start_s=0.2)
+    with pytest.raises(PolicyUnavailable, match="no active policy node"):
+        alone.play(0, "lift_mug", 12)
+    alone.destroy_node()
+    hasty = SimEpisodes(namespace=cell.namespace, policy="", quiet_s=0.5)
     with pytest.raises(PolicyUnavailable, match="nothing moves"):
         hasty.play(2, "lift_mug", 12)
     hasty.destroy_node()

@@ -23,6 +23,7 @@ from std_msgs.msg import Bool, Float64, String
 from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
+from wam_policy_ros.contract.executed import carried
 from wam_policy_ros.contract.fakes import ScriptedPolicy
 from wam_policy_ros.ros.messages import image_to_rgb, ns_to_stamp, stamp_to_ns
 from wam_policy_ros.ros.parameters import NodeParameters
@@ -117,6 +118,8 @@ class Driver(Node):
 
 
 class Cell:
+    way: np.ndarray  # for tests that send one
+
     def __init__(self, **params: Any) -> None:
         self.namespace = f"/sim{next(_number)}"
         overrides = [Parameter(k, value=v) for k, v in params.items()]
@@ -181,7 +184,7 @@ def test_frames_are_those_of_the_world_with_one_stamp(make: Callable[..., Cell])
     rows = world.target_rad + 0.01 * np.arange(1, 5)[:, None]
     start_ns, rows8 = driver.episode["stamp_ns"], np.c_[rows, [0.0, 0.3, 0.6, 1.0]]
     driver.send(rows8)
-    seen = [world.step(row[:7], row[7]) for row in rows8]
+    seen = [world.step(row[:7], row[7]) for row in carried(rows8)]
     last_ns = driver.after(4)
     assert last_ns >= start_ns + 4 * DT_NS
     for name in CAMERAS:
@@ -197,7 +200,7 @@ def test_a_trajectory_is_followed_as_the_world_steps_bit_for_bit(make: Callable[
     for chunk in range(3):  # the second and third replace the rest of the one before
         rows = world.target_rad + 0.02 * np.sin(np.arange(1, 25))[:, None] * np.ones(7)
         cell.driver.send(np.c_[rows, np.full(24, 0.2 * chunk)])
-        frames = [world.step(row, 0.2 * chunk) for row in rows[:8]]
+        frames = [world.step(row, float(np.float32(0.2 * chunk))) for row in carried(rows[:8])]
         end_ns = cell.driver.after(8 * (chunk + 1))
         for k, frame in enumerate(frames):
             got = cell.driver.joints(end_ns - (7 - k) * DT_NS)
@@ -215,13 +218,13 @@ def test_joint_commands_one_per_tick_the_gripper_and_steps(make: Callable[..., C
     for k in range(3):
         target[2] += 0.03
         cell.driver.commands.publish(JointState(name=[ARM[2]], position=[float(target[2])]))
-        frame = world.step(target, 0.0)
+        frame = world.step(carried(target), 0.0)
         assert cell.driver.joints(cell.driver.after(k + 1))[:7].tolist() == frame.joint_position.tolist()
     cell.driver.gripper.publish(Float64(data=1.0))
     time.sleep(0.2)
     answer = cell.driver.call("step")
     assert answer.success and json.loads(answer.message)["tick"] == 4
-    frame = world.step(target, 1.0)
+    frame = world.step(carried(target), 1.0)
     assert cell.driver.joints(cell.driver.after(4))[7] == frame.gripper_position > 0.0
 
 
@@ -263,7 +266,7 @@ def lift(cell: Cell, seed: int, slow_s: Callable[[], float] = lambda: 0.0) -> li
         time.sleep(slow_s())
         rows = expert.label(world, 8)
         driver.send(rows)
-        for row in rows:
+        for row in carried(rows):
             world.step(row[:7], row[7])
         end_ns = driver.after(world.observe(images=False).tick)
         out += [driver.joints(end_ns - (7 - k) * DT_NS).tolist() for k in range(8)]

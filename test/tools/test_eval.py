@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,14 +19,16 @@ import torch
 
 from test.tiny_checkpoint import edit_json, write_checkpoint
 from wam_policy_ros.contract.errors import ConfigError, ContractMismatch
+from wam_policy_ros.contract.executed import as_executed, carried, sha256_of
 from wam_policy_ros.serving.client import ClientConfig, connect_policy
 from wam_policy_ros.serving.client_link import LinkConfig
 from wam_policy_ros.sim.errors import RenderingUnavailable, UnknownTask
 from wam_policy_ros.tools.eval import price_list
 from wam_policy_ros.tools.eval_suite import doors, summary
-from wam_policy_ros.tools.eval_suite.episode import Episode, EpisodePlayer, sha256_of, sha256_of_all
+from wam_policy_ros.tools.eval_suite.episode import Episode, EpisodePlayer, sha256_of_all
 from wam_policy_ros.tools.eval_suite.paired import Paired
 from wam_policy_ros.tools.eval_suite.plan import Plan, seed_range, task_names
+from wam_policy_ros.tools.eval_suite.ros_door import play_ros
 from wam_policy_ros.tools.eval_suite.tiers import tier_names, with_tier
 from wam_policy_ros.tools.main import main
 
@@ -95,6 +98,46 @@ def _look_at(folder: Path, episode: Episode) -> None:
     assert min(f[:352, :640].std() for f in frames) > 5, "the observed side is empty"
     assert max(f[:352, 640:].std() for f in frames) > 5, "no predicted frame was drawn"
     assert video.with_suffix(".png").stat().st_size > 10_000
+
+
+needs_ros = pytest.mark.skipif(
+    importlib.util.find_spec("rclpy") is None, reason="rclpy is not installed: pip install 'wam_policy_ros[ros-kilted]'"
+)
+
+
+@needs_ros
+@pytest.mark.ros
+@pytest.mark.flaky(reruns=1)
+@pytest.mark.timeout(240)
+def test_so_does_the_door_over_topics(checkpoint: str, one_thread: None) -> None:
+    plan = Plan(checkpoint=checkpoint, device="cpu", options=(("deterministic", True),), max_ticks=10)
+    here = played(plan, 3, 4)
+    there, errors = play_ros(replace(plan, door="ros"), range(3, 5), lambda episode: None)
+    assert errors == [] and [e.disturbed for e in there] == [{}, {}]
+    assert [e.ticks for e in there] == [10, 10]  # in the middle of a chunk
+    for a, b in zip(here, there, strict=True):
+        np.testing.assert_array_equal(a.executed, b.executed)
+        assert (a.instruction, a.moved_m, a.highest_m, a.taken) == (b.instruction, b.moved_m, b.highest_m, b.taken)
+        assert a.policy["fingerprint"]["id"] == b.policy["fingerprint"]["id"] and b.policy["execute"] == EXECUTE
+    assert sha256_of_all(here) == sha256_of_all(there) is not None
+    assert here[0].instruction != here[1].instruction and here[0].actions_sha256 != here[1].actions_sha256
+
+
+@needs_ros
+@pytest.mark.ros
+def test_a_cell_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did not start.*wam_policy ended.*config\.json"):
+        play_ros(Plan(door="ros", checkpoint=str(tmp_path)), range(1), lambda episode: None)
+
+
+def test_rows_are_named_as_they_are_executed() -> None:
+    rows = np.array([[0.1, -0.0, 0, 0, 0, 0, 0, 0.5000001], [1 / 3, 0, 0, 0, 0, 0, 0, 0.5]])
+    assert carried(rows)[1, 0] == np.float32(1 / 3) != rows[1, 0]
+    assert as_executed(rows)[:, 7].tolist() == [1.0, 0.0] and not np.signbit(as_executed(rows)[0, 1])
+    assert (
+        as_executed(np.array([0.0, 0.5 + 1e-12]))[1] == 0.0
+    )  # a client that decides behind the rounding does the same
+    assert sha256_of(as_executed(rows)) != sha256_of(rows)
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -245,7 +288,9 @@ def test_a_price_list_of_what_this_machine_can_do(checkpoint: str, capsys: pytes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--door", "ros", "--control", "hold"], "runs already"),
+        (["--door", "ros", "--attach", "--control", "hold"], "runs already"),
+        (["x", "--attach"], "only the door ros"),
+        (["x", "--door", "ros", "--control", "blank-cameras"], "simulator's"),
         (["--door", "ros", "--tiers", "16,8"], "options of the engine"),
         (["--door", "window", "--control", "hold"], "unknown door"),
         ([], "checkpoint folder"),

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from wam_policy_ros.contract.chunking import committed_weights, rows_to_run
 from wam_policy_ros.contract.errors import ConfigError, LimitViolation
+from wam_policy_ros.contract.executed import carried
 from wam_policy_ros.contract.interface import ActionChunk, CommittedRows, PolicySpec
 from wam_policy_ros.contract.joining import Joined, Rules, join
 from wam_policy_ros.contract.limits import JointLimits
@@ -146,7 +147,7 @@ class Motion:
             column = self._joints.columns[j]
             closed = self._joints.fraction(float(old.at(now_ns)[j])) > 0.5 if told else None
             rows[:, column] = open_or_closed(
-                rows[:, column],
+                carried(rows[:, column]),  # as a client of the same policy decides
                 closed,
                 threshold=self._params.gripper_threshold,
                 hysteresis=self._params.gripper_hysteresis,

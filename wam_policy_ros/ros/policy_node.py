@@ -422,6 +422,7 @@ class PolicyNode(LifecycleNode):
                 "random_weights": spec.random_weights,
                 "embodiment": spec.embodiment,
                 "horizon": spec.horizon,
+                "frame_offsets": list(spec.frame_offsets),
                 "control_rate_hz": spec.control_rate_hz,
                 "details": dict(spec.details),
                 "fingerprint": None if spec.fingerprint is None else spec.fingerprint.as_dict(),

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from wam_policy_ros.contract.errors import WamError
+from wam_policy_ros.contract.executed import Rows, carried
 
 from .drive import Drive, Next
 from .errors import SimError
-from .tasks import Outcome, Task
+from .tasks import LIFT_M, Outcome, Task
 from .world import RATE_HZ, Frame, World
 
 DT_NS = -(-1_000_000_000 // round(RATE_HZ))
@@ -55,26 +56,58 @@ class Pacing:
     patience_s: float = 60.0
 
 
+LONGEST = 36_000
+"""Ticks of an episode whose commands are kept: 40 minutes."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An episode.
+
+    Attributes:
+        seed: of the scene; task: None: nothing counts as success.
+        instruction: what is said, empty: the first wording of the task.
+        max_ticks: the episode is over after so many, or with the task's success; 0: it never is. The world goes on, but
+            what is counted stays as it was then.
+    """
+
+    seed: int
+    task: Task | None
+    instruction: str = ""
+    max_ticks: int = 0
+
+    @property
+    def said(self) -> str:
+        return self.instruction or (self.task.instructions[0] if self.task else "")
+
+
 @dataclass(frozen=True)
 class Status:
     """How the episode stands.
 
     Attributes:
         episode: number of resets before, counted from 0.
+        tick: of the world; once the episode is over, its last one.
         stamp_ns: of the newest frame.
+        highest_m: of the task's thing above where it lay, at most; taken: things other than the task's that were lifted
+            as high as counts as lifted.
         idle_ticks: frames in which the clock went on without the world.
-        waits: in lock-step, for a command.
+        waits: in lock-step, for a command; rests: nothing is under way.
+        over: see ``Asked.max_ticks``.
     """
 
     episode: int
-    seed: int
-    task: Task | None
+    asked: Asked
     tick: int
     stamp_ns: int
     outcome: Outcome
+    highest_m: float
+    taken: tuple[str, ...]
     limited: tuple[int, ...]
     idle_ticks: int
     waits: bool
+    rests: bool
+    over: bool
     refused: int
     refusal: str
 
@@ -135,18 +168,21 @@ class Runner:
         self._drive: Drive
         self._clock_ns, self._last_s, self._not_before_s = START_NS, 0.0, 0.0
         self._held_since_s: float | None = None
+        self._rested = False
         self._episode, self._idle_ticks, self._refused, self._refusal = -1, 0, 0, ""
+        self._asked, self._over_tick, self._over_outcome = Asked(0, None), 0, Outcome(False, 0, 0.0, {})
+        self._over, self._highest_m, self._taken, self._rows = False, 0.0, set[str](), list[Rows]()
         self._limited: tuple[int, ...] = ()
         self._draws = False
 
-    def start(self, seed: int, task: Task | None) -> None:
+    def start(self, asked: Asked) -> None:
         """Make the world and begin an episode.
 
         Raises:
             WamError: it cannot be made.
         """
         first: Future[Status] = Future()
-        self._orders.put((lambda: self._reset(seed, task), first))
+        self._orders.put((lambda: self._reset(asked), first))
         self._thread.start()
         first.result()
 
@@ -159,13 +195,21 @@ class Runner:
 
     # -- orders: from any thread --------------------------------------------------------------------------------
 
-    def reset(self, seed: int, task: Task | None, timeout_s: float = 30.0) -> Status:
+    def reset(self, asked: Asked, timeout_s: float = 30.0) -> Status:
         """A new episode. Raises WamError; TimeoutError."""
-        return self._ask(lambda: self._reset(seed, task), timeout_s)
+        status: Status = self._ask(lambda: self._reset(asked), timeout_s)
+        return status
+
+    def executed(self, timeout_s: float = 30.0) -> tuple[int, Rows]:
+        """Number of the episode and what the arm was told at each of its ticks, ``[ticks, 8]``, of the first
+        ``LONGEST`` ones, until it was over. Raises WamError; TimeoutError."""
+        told: tuple[int, Rows] = self._ask(lambda: (self._episode, np.array(self._rows).reshape(-1, 8)), timeout_s)
+        return told
 
     def step(self, timeout_s: float = 30.0) -> Status:
         """One tick with what is commanded now, in lock-step without waiting for more. Raises WamError; TimeoutError."""
-        return self._ask(self._step, timeout_s)
+        status: Status = self._ask(self._step, timeout_s)
+        return status
 
     def on_trajectory(self, msg: Any) -> None:
         self._orders.put((lambda: self._drive.on_trajectory(msg, self._clock_ns), None))
@@ -178,8 +222,8 @@ class Runner:
     def on_gripper(self, closed: float) -> None:
         self._orders.put((lambda: self._drive.on_gripper(closed), None))
 
-    def _ask(self, order: Callable[[], Status], timeout_s: float) -> Status:
-        answer: Future[Status] = Future()
+    def _ask(self, order: Callable[[], Any], timeout_s: float) -> Any:
+        answer: Future[Any] = Future()
         self._orders.put((order, answer))
         return answer.result(timeout_s)
 
@@ -208,7 +252,11 @@ class Runner:
         pacing, now_s = self._pacing, time.monotonic()
         period_s = DT_NS * 1e-9 / pacing.real_time_factor if pacing.real_time_factor else 0.0
         period_s = max(period_s, LEAST_S if self._draws else 0.0)
-        what = self._drive.next(self._clock_ns) if pacing.lockstep else Next.GO
+        what = self._drive.next(self._clock_ns)
+        if (what is Next.REST) != self._rested:
+            self._rested = what is Next.REST
+            self._out.status(self._status())
+        what = what if pacing.lockstep else Next.GO
         if what is Next.WAIT:
             self._wait(now_s)
             self._take(0.05)
@@ -257,11 +305,14 @@ class Runner:
                 answer.set_result(result)
         return True
 
-    def _reset(self, seed: int, task: Task | None) -> Status:
-        self._world.reset(seed, task, images=False)
+    def _reset(self, asked: Asked) -> Status:
+        self._world.reset(asked.seed, asked.task, images=False)
+        self._asked = asked
+        self._over, self._highest_m, self._taken, self._rows = False, 0.0, set(), []
         self._clock_ns += GAP_NS if self._episode >= 0 else 0
         self._episode, self._idle_ticks, self._limited = self._episode + 1, 0, ()
         self._drive.begin(self._world.target_rad, self._clock_ns)
+        self._rested = True
         self._held_since_s, self._not_before_s = None, time.monotonic() + SETTLE_S
         self._last_s = 0.0
         self._out.clock(self._clock_ns)
@@ -270,9 +321,22 @@ class Runner:
 
     def _step(self) -> Status:
         joints, gripper = self._drive.target(self._clock_ns + DT_NS)
-        frame = self._world.step(joints, gripper, images=False)
+        row = carried(np.append(joints, gripper))
+        frame = self._world.step(row[:7], row[7], images=False)
         self._clock_ns += DT_NS
+        if not self._over:
+            self._count(row, frame.tick)
         return self._publish(frame)
+
+    def _count(self, row: Rows, tick: int) -> None:
+        if len(self._rows) < LONGEST:
+            self._rows.append(row)
+        target = self._asked.task.target if self._asked.task else ""
+        self._taken |= {n for n, z in self._world.raised_m.items() if z > LIFT_M and n != target}
+        outcome = self._world.outcome
+        self._highest_m = max(self._highest_m, outcome.lifted_m)
+        if self._asked.max_ticks and (outcome.success or tick >= self._asked.max_ticks):
+            self._over, self._over_tick, self._over_outcome = True, tick, outcome
 
     def _publish(self, frame: Frame) -> Status:
         self._limited = frame.limited
@@ -292,18 +356,19 @@ class Runner:
         return Hand(positions, velocities, -float(np.mean(velocities)) / world.arm.finger_open)
 
     def _status(self, *, waits: bool = False) -> Status:
-        layout = self._world.layout
-        assert layout is not None
         return Status(
             episode=self._episode,
-            seed=layout.seed,
-            task=self._world.task,
-            tick=self._world.observe(images=False).tick,
+            asked=self._asked,
+            tick=self._over_tick if self._over else self._world.observe(images=False).tick,
             stamp_ns=self._clock_ns,
-            outcome=self._world.outcome,
+            outcome=self._over_outcome if self._over else self._world.outcome,
+            highest_m=self._highest_m,
+            taken=tuple(sorted(self._taken)),
             limited=self._limited,
             idle_ticks=self._idle_ticks,
             waits=waits,
+            rests=self._rested,
+            over=self._over,
             refused=self._refused,
             refusal=self._refusal,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import rclpy
@@ -32,14 +32,19 @@ from wam_policy_ros.ros.trajectory_faults import trajectory_faults
 from . import cameras
 from .drive import ARM, FINGERS, GRIPPER, Drive
 from .layout import Variation
-from .runner import DT_NS, Hand, Pacing, Runner, Status
-from .tasks import Task, find_task
+from .runner import DT_NS, Asked, Hand, Pacing, Runner, Status
+from .tasks import find_task
 from .world import Frame, World
 
-# name -> default, what it is. All but the first two are read once, at the start.
+EPISODE = ("seed", "task", "instruction", "max_ticks")
+"""Parameters that a reset reads; the others are read once, at the start."""
+
+# name -> default, what it is
 PARAMETERS: dict[str, tuple[Any, str]] = {
     "seed": (0, "of the scene that the next reset gives; -1: the one after the last"),
     "task": ("lift_mug", "name or instruction of what counts as success from the next reset on; empty: nothing does"),
+    "instruction": ("", "said from the next reset on, whatever the task is; empty: the task's first wording"),
+    "max_ticks": (0, "an episode is over after so many ticks or with its success, and what is counted stays; 0: never"),
     "lockstep": (True, "a tick waits for a command, so that a slow policy does not change what happens"),
     "lockstep_ticks": (8, "a trajectory is good for so many ticks: control.execute_steps of the policy node"),
     "real_time_factor": (1.0, "simulated seconds per second, at most; 0: as fast as it can"),
@@ -68,7 +73,7 @@ class SimNode(Node):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__("wam_sim", **kwargs)
         for name, (default, text) in PARAMETERS.items():
-            fixed = name not in ("seed", "task")
+            fixed = name not in EPISODE
             number = isinstance(default, float)
             descriptor = ParameterDescriptor(description=text, read_only=fixed, dynamic_typing=number)
             self.declare_parameter(name, default, descriptor)
@@ -94,7 +99,7 @@ class SimNode(Node):
             pacing,
             warn=self._warn,
         )
-        self.runner.start(self._next_seed(), self._task())
+        self.runner.start(self._asked())
         self.create_subscription(
             JointTrajectory, "panda_arm_controller/joint_trajectory", self.runner.on_trajectory, 10
         )
@@ -102,6 +107,7 @@ class SimNode(Node):
         self.create_subscription(Float64, "panda_gripper/command", lambda m: self.runner.on_gripper(m.data), 10)
         self.create_service(Trigger, "sim/reset", self._on_reset)
         self.create_service(Trigger, "sim/step", self._on_step)
+        self.create_service(Trigger, "sim/executed", self._on_executed)
         self.add_on_set_parameters_callback(self._on_set)
 
     def close(self) -> bool:
@@ -135,7 +141,7 @@ class SimNode(Node):
         if done != self._success:
             self._success = done
             self._success_topic.publish(Bool(data=status.outcome.success))
-        instruction = status.task.instructions[0] if status.task else ""
+        instruction = status.asked.said
         if instruction and instruction != self._instruction_said:
             self._instruction_said = instruction
             self._instruction.publish(String(data=instruction))
@@ -144,14 +150,21 @@ class SimNode(Node):
     # -- callbacks: in the executor's thread ----------------------------------------------------------------------
 
     def _on_reset(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
-        return self._answer(response, lambda: self.runner.reset(self._next_seed(), self._task()))
+        return self._answer(response, lambda: describe(self.runner.reset(self._asked())))
 
     def _on_step(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
-        return self._answer(response, self.runner.step)
+        return self._answer(response, lambda: describe(self.runner.step()))
 
-    def _answer(self, response: Trigger.Response, order: Any) -> Trigger.Response:
+    def _on_executed(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+        def told() -> str:
+            episode, rows = self.runner.executed()
+            return json.dumps({"episode": episode, "rows": rows.tolist()})
+
+        return self._answer(response, told)
+
+    def _answer(self, response: Trigger.Response, order: Callable[[], str]) -> Trigger.Response:
         try:
-            response.success, response.message = True, describe(order())
+            response.success, response.message = True, order()
         except WamError as error:
             response.success, response.message = False, str(error)
         except TimeoutError:
@@ -165,6 +178,8 @@ class SimNode(Node):
                     find_task(str(parameter.value))
                 if parameter.name == "seed" and int(parameter.value) < -1:
                     raise ConfigError("seed", got=parameter.value, expected="0 or more, or -1")
+                if parameter.name == "max_ticks" and int(parameter.value) < 0:
+                    raise ConfigError("max_ticks", got=parameter.value, expected="0 or more")
             except WamError as error:
                 return SetParametersResult(successful=False, reason=str(error))
         return SetParametersResult(successful=True)
@@ -210,9 +225,10 @@ class SimNode(Node):
         self._seed = self._seed + 1 if wanted == -1 else wanted
         return self._seed
 
-    def _task(self) -> Task | None:
+    def _asked(self) -> Asked:
         text = str(self._value("task"))
-        return find_task(text) if text else None
+        task = find_task(text) if text else None
+        return Asked(self._next_seed(), task, str(self._value("instruction")), int(self._value("max_ticks")))
 
 
 def camera_info(name: str, frame_id: str, size: tuple[int, int]) -> CameraInfo:
@@ -227,22 +243,26 @@ def camera_info(name: str, frame_id: str, size: tuple[int, int]) -> CameraInfo:
 
 def describe(status: Status) -> str:
     """JSON of ``sim/episode`` and of the services' answers."""
-    outcome, task = status.outcome, status.task
+    outcome, asked = status.outcome, status.asked
     return json.dumps(
         {
             "episode": status.episode,
-            "seed": status.seed,
-            "task": task.name if task else "",
-            "instruction": task.instructions[0] if task else "",
+            "seed": asked.seed,
+            "task": asked.task.name if asked.task else "",
+            "instruction": asked.said,
             "tick": status.tick,
             "stamp_ns": status.stamp_ns,
             "success": outcome.success,
             "held_ticks": outcome.held_ticks,
             "lifted_m": outcome.lifted_m,
+            "highest_m": status.highest_m,
             "moved_m": outcome.moved_m,
+            "others_taken": status.taken,
             "limited": [ARM[k] for k in status.limited],
             "idle_ticks": status.idle_ticks,
             "waits": status.waits,
+            "rests": status.rests,
+            "over": status.over,
             "refused": status.refused,
             "refusal": status.refusal,
         }

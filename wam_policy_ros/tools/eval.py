@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--control", default="", help="instead, or with it: hold, wrong-seed-replay, expert (no "
                       "checkpoint); blank-cameras (the policy, which sees grey)")  # fmt: skip
     what.add_argument("--door", default="engine", help="engine: in this process (default); openpi: through a policy "
-                      "server that is started, or --url; ros: wam_sim and the node, which run already")  # fmt: skip
+                      "server that is started, or --url; ros: wam_sim and the node, which are started")  # fmt: skip
+    what.add_argument("--attach", action="store_true", help="door ros: use the simulator and the node that run already "
+                      "in this ROS domain, as without a checkpoint")  # fmt: skip
     what.add_argument("--url", default="", help="of a policy server that runs already, e.g. ws://host:8000")
     what.add_argument("--dialect", default="vllm_omni", help="how --url is spoken to")
     what.add_argument("--tokenizer")
@@ -74,8 +76,10 @@ def plan_of(args: argparse.Namespace) -> Any:
     from .serve import option_words
 
     options = option_words(args.engine) | ({"deterministic": True} if args.deterministic else {})
+    nothing = not (args.checkpoint or args.random_weights or args.control or args.url)
     return Plan(
-        door=args.door, checkpoint=args.checkpoint, random_weights=args.random_weights, url=args.url,
+        door=args.door, attach=args.attach or (args.door == "ros" and nothing),
+        checkpoint=args.checkpoint, random_weights=args.random_weights, url=args.url,
         dialect=args.dialect, tokenizer=args.tokenizer, device=args.device, preset=args.preset,
         options=tuple(options.items()), control=args.control, tasks=task_names(args.task, args.instruction),
         instruction=args.instruction, execute=args.execute, max_ticks=args.max_ticks,
@@ -156,7 +160,7 @@ def play(plan: Any, seeds: range, workers: int, minutes: float | None) -> tuple[
     if plan.door == "ros":
         from .eval_suite.ros_door import play_ros
 
-        return play_ros(plan, seeds, Teller(len(seeds)))
+        return play_ros(plan, seeds, Teller(len(seeds)), minutes)
     with serving(plan, print) as served:
         tell = Teller(len(seeds))
         if workers > 1 and len(seeds) > 1:

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wam_policy_ros.contract.executed import GRIPPER_THRESHOLD, carried
 from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
 from wam_policy_ros.sim.cameras import NAMES
 from wam_policy_ros.sim.tasks import Task
 from wam_policy_ros.sim.world import Frame, World
-
-GRIPPER_THRESHOLD = 0.5
-"""The gripper is told to open or to close, nothing between, as clients of DROID's policies do."""
 
 
 @dataclass
@@ -66,7 +64,7 @@ def roll_out(
     Args:
         execute: rows of every chunk that are executed.
         on_call: told the newest frame and the chunk of every call, before any row runs; the world stands there.
-        on_tick: told the frame before every tick and the row that is executed.
+        on_tick: told the frame before every tick and the row that is executed, rounded to float32.
         change: of the camera frames of a call, for controls (blanked cameras).
     """
     offsets = policy.spec.frame_offsets
@@ -93,7 +91,7 @@ def roll_out(
             out.calls_s.append(time.perf_counter() - begin)
             on_call(frame, chunk)
             next_call = tick + execute
-            for row in chunk.actions[:execute]:
+            for row in carried(chunk.actions[:execute]):
                 on_tick(frame, row)
                 tick += 1
                 seen = _is_seen(tick, next_call, execute, offsets)

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from wam_policy_ros.contract.errors import ConfigError, MissingDependency, PolicyUnavailable
+from wam_policy_ros.contract.executed import carried
 from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
 from wam_policy_ros.engine.replicas.build import EngineFactory
 from wam_policy_ros.sim.world import World
@@ -51,7 +50,7 @@ class Rounded:
         begin_s = time.perf_counter()
         chunk = self.policy.infer(session, observation, cancelled=cancelled)
         self.took_s = time.perf_counter() - begin_s
-        return replace(chunk, actions=chunk.actions.astype(np.float32).astype(np.float64))
+        return replace(chunk, actions=carried(chunk.actions))
 
 
 def open_door(plan: Plan, world: World, say: Say = lambda line: None) -> tuple[Rounded, int]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wam_policy_ros.contract.executed import as_executed, sha256_of
 from wam_policy_ros.contract.interface import ActionChunk
 from wam_policy_ros.sim.tasks import LIFT_M
 from wam_policy_ros.sim.world import Frame, World
@@ -51,11 +52,11 @@ class Episode:
         highest_m: of the task's thing above where it lay, at most.
         moved_m: thing -> how far (m) from where it lay it ended; only those that were moved.
         taken: things other than the task's that were lifted as high as counts as lifted; None: not known.
-        actions_sha256: of the rows that were executed, float64 little-endian, gripper as the policy gave it; None: not
-            known.
+        actions_sha256: of the rows that were executed, see ``contract.executed``; None: not known.
         calls_s: seconds per call of the policy.
         policy: what the policy says of itself; JSON.
         executed: ``[ticks, 8]``.
+        disturbed: what kept a policy node from sending the policy's rows as they are, and how often.
     """
 
     seed: int
@@ -70,6 +71,7 @@ class Episode:
     calls_s: tuple[float, ...]
     policy: dict[str, Any]
     executed: Array = field(repr=False)
+    disturbed: dict[str, int] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """For JSON."""
@@ -84,11 +86,8 @@ class Episode:
             "others_taken": None if self.taken is None else list(self.taken),
             "calls": len(self.calls_s),
             "actions_sha256": self.actions_sha256,
+            **({"disturbed": self.disturbed} if self.disturbed else {}),
         }
-
-
-def sha256_of(rows: Array) -> str:
-    return hashlib.sha256(np.ascontiguousarray(rows, dtype="<f8").tobytes()).hexdigest()
 
 
 def sha256_of_all(episodes: Iterable[Episode]) -> str | None:
@@ -132,7 +131,7 @@ class EpisodePlayer:
             high.update(n for n, z in self.world.raised_m.items() if z > LIFT_M)
 
         def on_tick(frame: Frame, row: Array) -> None:
-            executed.append(np.array(row, dtype=np.float64))
+            executed.append(as_executed(row))
             look()
 
         def asked(frame: Frame, chunk: ActionChunk) -> None:

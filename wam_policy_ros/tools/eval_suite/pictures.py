@@ -12,7 +12,6 @@ from wam_policy_ros.sim.errors import SimError
 from wam_policy_ros.sim.tasks import TASKS
 from wam_policy_ros.sim.world import RATE_HZ, Frame, World
 from wam_policy_ros.tools.report import Recording, Trajectory, write_plot, write_video
-from wam_policy_ros.train.rollout import GRIPPER_THRESHOLD
 
 from .episode import Call, Episode
 
@@ -39,7 +38,7 @@ def recording(world: World, episode: Episode, calls: Sequence[Call]) -> Recordin
     """The episode as the demo's report knows it; simulated seconds since its start."""
     frames = [world.reset(episode.seed, TASKS[episode.task])]
     for row in episode.executed:
-        frames.append(world.step(row[:7], float(row[7] > GRIPPER_THRESHOLD)))
+        frames.append(world.step(row[:7], row[7]))
     outcome = world.outcome
     if outcome.success != episode.success or outcome.moved_m != episode.moved_m:
         raise SimError(

@@ -14,7 +14,7 @@ from .controls import BLANK, CONTROLS, EXPERT, REPLAY
 DOORS = {
     "engine": "the policy in the process of the simulator",
     "openpi": "a client of a policy server, over a real WebSocket",
-    "ros": "a simulator and a policy node that run already, over ROS topics",
+    "ros": "a simulator and a policy node, over ROS topics",
 }
 
 
@@ -25,6 +25,7 @@ class Plan:
     Attributes:
         door: key of ``DOORS``.
         checkpoint, random_weights: which policy; one of the two, or neither with ``url`` or a control.
+        attach: the door ros leads to a simulator and a node that run already, with a policy of their own.
         url: of a policy server that runs already; dialect: how it is spoken to.
         tokenizer, device, preset, options: of the engine, see ``EngineFactory``.
         control: key of ``CONTROLS``, or empty.
@@ -37,6 +38,7 @@ class Plan:
     """
 
     door: str = "engine"
+    attach: bool = False
     checkpoint: str | None = None
     random_weights: str | None = None
     url: str = ""
@@ -73,15 +75,11 @@ class Plan:
         self._check_policy()
 
     def _check_policy(self) -> None:
-        if self.door == "ros":
-            names = ("checkpoint", "random_weights", "url", "control", "options", "instruction", "execute", "pictures")
-            if given := [n for n in names if getattr(self, n)]:
-                raise ConfigError(
-                    "the door ros leads to a policy node that runs already, with options and words of its own",
-                    got=", ".join(given),
-                    expected="only --seeds, --task and --max-ticks",
-                )
+        if self.attach:
+            self._check_attached()
             return
+        if self.door == "ros" and self.control == BLANK:
+            raise ConfigError("the pictures of the door ros are the simulator's", got=f"the control {self.control}")
         given = [n for n in ("checkpoint", "random_weights", "url") if getattr(self, n)]
         own = bool(self.control) and self.control != BLANK
         if own and given:
@@ -90,6 +88,17 @@ class Plan:
             raise ConfigError("give a checkpoint folder, or the address of a server", got=given or "nothing")
         if self.url and self.door != "openpi":
             raise ConfigError("an address belongs to the door openpi", got=f"door {self.door}")
+
+    def _check_attached(self) -> None:
+        if self.door != "ros":
+            raise ConfigError("only the door ros leads to what runs already", got=f"door {self.door}")
+        names = ("checkpoint", "random_weights", "url", "control", "options", "execute")
+        if given := [n for n in names if getattr(self, n)]:
+            raise ConfigError(
+                "the door ros leads to a policy node that runs already, with options of its own",
+                got=", ".join(given),
+                expected="only --seeds, --task, --instruction, --max-ticks and --pictures",
+            )
 
     def chosen(self, seed: int) -> tuple[Task, str]:
         """The task of a seed, and what is said."""
@@ -100,6 +109,7 @@ class Plan:
         """For a report; no paths but the checkpoint's last name."""
         return {
             "door": self.door,
+            **({"attach": True} if self.attach else {}),
             "checkpoint": self.checkpoint.rstrip("/").split("/")[-1] if self.checkpoint else None,
             "random_weights": self.random_weights,
             "url": self.url or None,

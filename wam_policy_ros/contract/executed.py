@@ -1,0 +1,30 @@
+"""Rows as an arm executes them, the same behind every door, and one name for many of them. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.float64]
+
+GRIPPER_THRESHOLD = 0.5
+"""The gripper is told to open or to close, nothing between, as clients of DROID's policies do."""
+
+
+def carried(values: Rows) -> Rows:
+    """Rounded to float32, as the OpenPI protocol carries them, in float64; zero has no sign."""
+    return np.asarray(values, dtype=np.float64).astype(np.float32).astype(np.float64) + 0.0
+
+
+def as_executed(rows: Rows) -> Rows:
+    """What an arm with a gripper is told by rows ``[.., 8]``: joints as carried, the last column 0 open or 1 closed."""
+    out = carried(rows)
+    out[..., -1] = out[..., -1] > GRIPPER_THRESHOLD
+    return out
+
+
+def sha256_of(rows: Rows) -> str:
+    """Of rows as executed ``[N, D]``: float64 little-endian, row by row."""
+    return hashlib.sha256(np.ascontiguousarray(rows, dtype="<f8").tobytes()).hexdigest()
