@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from safetensors.numpy import save
 
 from test.recordings import T0, Message, image, joints, picture, write
 
@@ -422,6 +423,35 @@ def devices() -> list[dict[str, Any]]:
                    "scenario": "a small picture resized on the device", "expect": {"float_first": True}}]  # fmt: skip
 
 
+def checkpoints() -> list[dict[str, Any]]:
+    """Folders that must be refused before anything large is read."""
+    config = {"architectures": ["VLA"], "model_type": "vla", "action_horizon": 24, "action_dim": 32}
+    shards = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    index = {"weight_map": {f"blocks.{i}.w": name for i, name in enumerate(shards)}}
+    weights = {"blocks.0.w": np.zeros((2, 3), np.float32)}
+    robots = {name: {"statistics": {}} for name in ("agibot", "yam")}
+    folders: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "MOD-103": ("two of three shards are missing", {"message_contains": shards[1:], "before": "weights are read"},
+                    {"model.safetensors.index.json": index, shards[0]: weights}),
+        "MOD-104": ("no statistics", {"message_mentions": "statistics", "never": "identity"},
+                    {"model.safetensors": weights}),
+        "MOD-105": ("statistics of other robots", {"message_contains": ["oxe_droid", "agibot", "yam"]},
+                    {"metadata.json": robots}),
+    }  # fmt: skip
+    out = []
+    for id_, (scenario, expect, files) in folders.items():
+        folder = DATA / id_.lower().replace("-", "_")
+        folder.mkdir()
+        for name, content in ({"config.json": config} | files).items():
+            if name.endswith(".safetensors"):
+                (folder / name).write_bytes(save(content))
+            else:
+                (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        out.append({"id": id_, "kind": "ckpt_dir", "files": [folder.name], "verdict": "refuse_start",
+                    "scenario": scenario, "expect": expect})  # fmt: skip
+    return out
+
+
 def rows() -> list[dict[str, Any]]:
     """Reports without a file: what is odd, as numbers and words; the number of the case is that of the row plus 100."""
 
@@ -471,6 +501,9 @@ def rows() -> list[dict[str, Any]]:
             warm_up_s=[3.0, 1.7], mode="receding"),
         one("GPU-13", "accept", "many requests, each from a new thread", {
             "answered": 200, "threads_that_compute": 1, "threads_grow_by_at_most": 3}, requests=200),
+        _text("OPS-104", "scenario", "accept", "the host that was asked for, and the one without asking", {
+            "listens_on": ["127.0.0.1"], "never": "0.0.0.0 unless asked"},
+            {"args": ["--host", "127.0.0.1", "--port", "0"]}),
         one("OPS-05", "accept", "no cv_bridge", {"importers": 0, "picture_comes_back": True},
             absent="cv_bridge", picture_hw=[7, 9]),
         one("OPS-06", "accept", "publishers that are known, and no data", {
@@ -501,7 +534,7 @@ def main() -> None:
     shutil.rmtree(DATA, ignore_errors=True)
     DATA.mkdir()
     (DATA / "reference_config.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False), encoding="utf-8")
-    cases = [*recordings(), *chunks(), *texts(), *devices(), *rows(), *requests(DATA)]
+    cases = [*recordings(), *chunks(), *texts(), *checkpoints(), *devices(), *rows(), *requests(DATA)]
     (DATA / "index.json").write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
