@@ -147,6 +147,7 @@ def test_answers_that_are_numbered_must_be_the_next_ones() -> None:
     [
         ("Overloaded: there is no room for another session; got: 4 of 4", PolicyUnavailable),
         ("NotReady: the policy takes no calls", PolicyUnavailable),
+        ("ReplicaDied: the process of replica 1 was ended by SIGKILL", PolicyUnavailable),
         ("PromptError: prompt: too long; it is refused, not cut", PromptError),
         ("InvalidImage: wrist: not an array", RemoteError),
         ("EngineError: out of memory", RemoteError),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from test.serving.harness import KEYS, Client, Served, alone, request, served, wait_for
 from wam_policy_ros.contract.policy_thread import OwnerLimits, Phase
+from wam_policy_ros.serving.codec import pack
 from wam_policy_ros.tools import serve as serve_tool
 from wam_policy_ros.tools.main import main
 
@@ -183,3 +189,26 @@ def test_wam_serve_ends_with_a_code_for_its_supervisor_when_the_device_is_lost(e
     assert main(["serve", "--random-weights", "tiny", "--port", "0", "--no-warm-up"]) == 1
     thread.join(10)
     assert answers and answers[0].startswith("PolicyLost: ") and "the policy was lost; ending" in said
+
+
+def test_wam_serve_can_be_stopped_while_a_call_hangs():
+    words = [sys.executable, "-m", "test.serving.hanging_server"]
+    said: list[str] = []
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as running:
+        assert running.stderr is not None
+        reader = threading.Thread(target=lambda: said.extend(iter(running.stderr.readline, "")), daemon=True)
+        reader.start()
+        try:
+            wait_for(lambda: any("startup complete" in line for line in said), 60)
+            (line,) = [x for x in said if "server listening on" in x]
+            port = int(line.partition("127.0.0.1:")[2].partition(",")[0])
+            with connect(f"ws://127.0.0.1:{port}", compression=None, proxy=None) as client:
+                client.recv(timeout=20)
+                client.send(pack(seen(0, "a")))
+                wait_for(lambda: any("hanging" in line for line in said), 20)
+                running.send_signal(signal.SIGTERM)
+                assert running.wait(10) == 0
+        finally:
+            running.kill()
+        reader.join(5)
+    assert any("a step does not end; leaving without it" in line for line in said), said

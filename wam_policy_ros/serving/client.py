@@ -399,7 +399,7 @@ def _check_state(observation: Observation, spec: PolicySpec) -> None:
 
 
 # A server of this package says first what kind of error it is.
-_PASSES = ("Cancelled", "DeadlineExceeded", "NotReady", "Overloaded", "PolicyUnavailable", "Superseded")
+_PASSES = ("Cancelled", "DeadlineExceeded", "NotReady", "Overloaded", "PolicyUnavailable", "ReplicaDied", "Superseded")
 
 
 def _error_of(line: str) -> EngineError | PromptError:
