@@ -24,7 +24,7 @@ def no_memory(*args, **kwargs):
 
 def pools(policy):
     path = policy.path
-    return [p.pool for p in (path, getattr(path, "local", None), getattr(getattr(path, "far", None), "_path", None))
+    return [p.pool for p in (path, getattr(path, "local", None), getattr(getattr(path, "far", None), "path", None))
             if hasattr(p, "pool")]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.engine.closed_loop import StepInputs, closed_loop_step
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.encode import PromptEncoder, encode_first_frame, expand_observation
+from wam_policy_ros.engine.memory import prompt_bytes
 from wam_policy_ros.engine.plain_path import PlainPath
 from wam_policy_ros.engine.preprocess import to_model_video
 from wam_policy_ros.engine.sampler import Noise, conditioning_slice, draw_noise
@@ -395,7 +397,8 @@ def test_prompts_are_encoded_once_per_ids_and_mask(network, monkeypatch):
     calls = []
     forward = network.text_encoder.forward
     monkeypatch.setattr(network.text_encoder, "forward", lambda *a: (calls.append(1), forward(*a))[1])
-    encode = PromptEncoder(network, max_prompts=2)
+    one = prompt_bytes(network.config.dit, network.dtype)
+    encode = PromptEncoder(network, max_bytes=int(2.5 * one))
     with torch.inference_mode():
         first = encode(*_prompt(0))
         assert encode(*_prompt(0)) is first and len(calls) == 1
@@ -403,9 +406,14 @@ def test_prompts_are_encoded_once_per_ids_and_mask(network, monkeypatch):
         shorter = mask.clone()
         shorter[0, 8] = 0
         assert encode(ids, shorter) is not first
-        encode(*_prompt(1))  # pushes the oldest out
-        assert encode(*_prompt(0)) is not first and len(calls) == 4
-        assert torch.equal(encode(*_prompt(0)).embedding, first.embedding)
+        encode(*_prompt(1))  # pushes the oldest out, but it is still in use here
+        assert encode(*_prompt(0)) is first and len(calls) == 3 and len(encode.kept) == 2
+        embedding, was = first.embedding, weakref.ref(first)
+        encode(ids, shorter)
+        encode(*_prompt(1))
+        del first
+        assert was() is None, "nobody uses it, and there is no room for a third"
+        assert torch.equal(encode(*_prompt(0)).embedding, embedding) and len(calls) == 6
 
 
 def test_the_same_ids_with_another_mask_count_as_given(network):

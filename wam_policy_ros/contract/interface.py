@@ -236,6 +236,20 @@ class PolicySession(Protocol):
 
 
 @runtime_checkable
+class Reserves(Protocol):
+    """A policy that has memory for so many sessions and no more: ``open`` refuses what has no room."""
+
+    def reserve(self) -> PolicySession | None:
+        """Keep room for one session, for whoever opens it right after the ``close`` of what this returns, with no other
+        call in between. None: there is room for any number.
+
+        Raises:
+            Overloaded: there is no room.
+        """
+        ...
+
+
+@runtime_checkable
 class EncodesAhead(Protocol):
     """A policy that can work on frames before the call that looks at them. It gives the same chunk, sooner."""
 

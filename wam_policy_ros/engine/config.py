@@ -90,6 +90,9 @@ class EngineConfig:
             branches first, *exact* against ``apart``; then the sequence of each branch, *numeric*.
         capture_exchange: with ``graphs`` and GPUs that share a branch: record their exchanges, too; False leaves all
             that contains one unrecorded. *Exact*.
+        memory_budget_gib: what weights, windows and all else of this policy may take on the device, a step's working
+            memory included: it decides how many sessions can be open, see ``memory.Capacity``. 0: what a GPU has, and
+            no bound on a CPU.
         rank_deadline_s: when another GPU's process does not answer for so long, the policy is lost; at least 1.
     """
 
@@ -111,6 +114,7 @@ class EngineConfig:
     gpus: int = 1
     capture_exchange: bool = True
     rank_deadline_s: float = 10.0
+    memory_budget_gib: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "bfloat16", "float32", "float64"):
@@ -123,7 +127,7 @@ class EngineConfig:
                 got=self.evaluations,
                 expected=f"one of {[*STATIC_MASKS, NUM_STEPS]}",
             )
-        for name in ("guidance_scale", "sigma_shift", "rank_deadline_s"):
+        for name in ("guidance_scale", "sigma_shift", "rank_deadline_s", "memory_budget_gib"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"{name} must be a finite number", got=repr(value))
@@ -131,6 +135,10 @@ class EngineConfig:
             raise ConfigError("sigma_shift must be positive", got=self.sigma_shift)
         if type(self.seed) is not int:
             raise ConfigError("seed must be an integer", got=repr(self.seed))
+        if self.memory_budget_gib < 0:
+            raise ConfigError(
+                "memory_budget_gib is below zero", got=self.memory_budget_gib, expected="GiB, or 0: what the device has"
+            )
         self._check_guidance()
         self._check_step()
         self._check_gpus()

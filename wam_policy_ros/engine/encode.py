@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from wam_policy_ros.model.attention import KV
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.text_encoder import zero_padding
+
+from .memory import PROMPTS_KEPT, Counter, prompt_bytes
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class Prompt:
         ids: int64 ``[B, text_len]``, on the host, where every call compares them.
         embedding: text states ``[B, text_len, text_dim]``, padding rows zero.
         keys: cross-attention K/V, in the form of the path that runs the network: per layer (plain), or ``TextKeys``.
+        of: the prompt as it was encoded, where this is another form of it.
     """
 
     ids: Tensor
     embedding: Tensor
     keys: Any
+    of: Prompt | None = None
 
     @property
     def text_kv(self) -> list[KV]:
@@ -36,13 +41,14 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Encodes prompts, remembering the last few by their token ids (exact: the encoder has no other input).
+    """Encodes prompts, remembering them by their token ids (exact: the encoder has no other input): those that a
+    session uses, however many, and of the others the last few.
 
     Args:
         network: text encoder and text embedding.
         keys: makes ``Prompt.keys`` from text states ``[B, text_len, text_dim]`` and the length of the text in tokens;
             None for the plain path's.
-        max_prompts: how many are remembered.
+        max_bytes: of prompts that are remembered for nobody; None: ``memory.PROMPTS_KEPT`` of full length.
         encode: runs the text encoder in place of the network's own, which then may have no weights.
     """
 
@@ -50,33 +56,53 @@ class PromptEncoder:
         self,
         network: DreamZero,
         keys: Callable[[Tensor, int], Any] | None = None,
-        max_prompts: int = 4,
         *,
+        max_bytes: int | None = None,
         encode: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self._network = network
         self._encode = encode or network.text_encoder
         self._keys = keys or (lambda states, length: network.model.text_kv(states))
-        self._max = max_prompts
+        kept = PROMPTS_KEPT * prompt_bytes(network.config.dit, network.dtype)
+        self._max_bytes = kept if max_bytes is None else max_bytes
         self._known: OrderedDict[bytes, Prompt] = OrderedDict()
+        self._used: WeakValueDictionary[bytes, Prompt] = WeakValueDictionary()
 
     def __call__(self, ids: Tensor, mask: Tensor) -> Prompt:
         key = ids.cpu().numpy().tobytes() + mask.cpu().numpy().tobytes()
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
+        if (known := self._used.get(key)) is not None:
+            if key in self._known:
+                self._known.move_to_end(key)
+            else:
+                self._remember(key, known)
+            return known
         network, length = self._network, int(mask.sum(dim=1).min())
         ids, mask = ids.to(network.device), mask.to(network.device)
         embedding = zero_padding(self._encode(ids, mask), mask)
         prompt = Prompt(ids.cpu(), embedding, self._keys(embedding, length))
-        self._known[key] = prompt
-        while len(self._known) > self._max:
-            self._known.popitem(last=False)
+        self._used[key] = prompt
+        self._remember(key, prompt)
         return prompt
+
+    @property
+    def kept(self) -> list[Prompt]:
+        """All that are remembered, those in use included."""
+        return list(self._used.values())
 
     def forget(self) -> None:
         """Encode every prompt anew when it is asked for: the bits are the same, unless they were wrong."""
         self._known.clear()
+        self._used.clear()
+
+    def _remember(self, key: bytes, prompt: Prompt) -> None:
+        self._known[key] = prompt
+        count = Counter(self._network.device)
+        sizes = {name: count(self._known[name]) for name in reversed(self._known)}  # newest first
+        room = self._max_bytes - sizes.pop(key)  # which is kept in any case: this call uses it
+        for name, size in sizes.items():
+            room -= size
+            if room < 0:
+                del self._known[name]
 
 
 @dataclass(frozen=True)

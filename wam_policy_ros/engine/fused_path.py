@@ -184,6 +184,33 @@ class FusedPath:
         return free > 2 * self.pool.layout.nbytes
 
     @property
+    def window_bytes(self) -> int:
+        """Of a session's window here, ``memory.features_bytes`` aside."""
+        return self.pool.layout.nbytes
+
+    def provide(self, windows: int) -> None:
+        """Have so many windows, used ones included: what is promised to a session exists.
+
+        Raises:
+            Overloaded: the device has no memory for one of them.
+        """
+        self.pool.provide(windows)
+
+    @property
+    def kept_noise(self) -> list[Noise]:
+        return list(self._noise.values())
+
+    @property
+    def inputs(self) -> tuple[object, ...]:
+        """The fixed places that recordings read."""
+        return self._in, self._held_inputs
+
+    @property
+    def text(self) -> object:
+        """What runs the text encoder, if not the network."""
+        return self._text
+
+    @property
     def has_encoders(self) -> bool:
         """Whether pictures are encoded here."""
         return self._vae is not None

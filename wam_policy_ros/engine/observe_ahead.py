@@ -70,6 +70,11 @@ class ObserveAhead:
         """Device memory held between calls."""
         return self._state.nbytes if self._state else 0
 
+    @property
+    def held(self) -> list[object]:
+        """What holds device memory between calls."""
+        return [self._state, self._waiting, self._latents]
+
     def offer(self, slot: int, views: Views) -> bool:
         """Say that the next call will probably see these views as its frame ``slot``, and encode them.
 

@@ -18,6 +18,7 @@ from .device import no_memory_is_overload
 from .encode import FirstFrame, Prompt, PromptEncoder, encode_first_frame
 from .inpaint import Committed
 from .kv_cache import KVWindow
+from .memory import plain_window_bytes
 from .sampler import Noise, Probe, conditioning_slice, denoise, draw_noise, evaluate, noise_levels, prefill
 from .session import WindowState
 from .step_path import Denoised
@@ -41,6 +42,17 @@ class PlainPath:
     ) -> None:
         self.network, self.config, self.exchange = network, config, exchange
         self.prompts = prompts or PromptEncoder(network)
+
+    @property
+    def window_bytes(self) -> int:
+        """Of a session's window here, ``memory.features_bytes`` aside."""
+        network, config = self.network, self.config
+        branches = 1 if config.guidance_scale == 1.0 else 2
+        ranks = self.exchange.ranks
+        return plain_window_bytes(network.config, branches=branches, dtype=network.dtype, ranks=ranks)
+
+    def provide(self, windows: int) -> None:
+        """Nothing is taken before a call needs it."""
 
     def encode_clip(self, clip: Tensor) -> Tensor:
         return self.network.vae.encode(clip)

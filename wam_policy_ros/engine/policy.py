@@ -24,6 +24,7 @@ from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import ModelError
 from wam_policy_ros.model.tokenizer import Tokenizer
 
+from .admission import Admission
 from .closed_loop import StepInputs, StepResult, closed_loop_step
 from .config import EngineConfig
 from .determinism import Determinism
@@ -33,6 +34,7 @@ from .fingerprint import fingerprint_of
 from .fp8 import fp8_for
 from .fused_path import FusedPath
 from .inpaint import Committed
+from .memory import Account, Capacity
 from .noise import ALGORITHM as COUNTED
 from .observe_ahead import ObserveAhead, can_encode_ahead
 from .parallel.ranks import Ranks
@@ -106,6 +108,7 @@ class DreamZeroPolicy:
                 network, self.config, picture, prepared, ranks=ranks, warn=self.warnings.append, progress=progress
             )
         self._stitch = self._make_stitch()
+        self.admission = Admission(self)
         self._negative = tokenizer([NEGATIVE_PROMPT])
         self._tokens: tuple[str, tuple[Tensor, Tensor]] = ("", self._negative)
         self.spec = PolicySpec(
@@ -138,8 +141,24 @@ class DreamZeroPolicy:
     # -- contract.interface.Policy ------------------------------------------------------------------------------
 
     def open(self, session_id: str | None = None, *, seed: int | None = None) -> Session:
-        """Start an episode. Costs nothing; memory is taken by the first call. ``seed`` replaces the configuration's."""
-        return Session(self, self.spec, session_id, seed=seed)
+        """Start an episode. Its place on the device is reserved until ``close``; on a CPU without a budget it costs
+        nothing before the first call. ``seed`` replaces the configuration's.
+
+        Raises:
+            Overloaded: as many sessions are open as the device has memory for; nothing was changed.
+        """
+        session = Session(self, self.spec, session_id, seed=seed)
+        self.admission.admit(session)
+        return session
+
+    def admit(self, session: Session) -> None:
+        """For a session that was made elsewhere, a copy for one: see ``open``."""
+        session.check(self)
+        self.admission.admit(session)
+
+    def reserve(self) -> Session | None:
+        """A place for a session that is opened later; see ``contract.interface.Reserves``."""
+        return self.open("reserved") if self.admission.bounded else None
 
     def infer(
         self,
@@ -171,7 +190,7 @@ class DreamZeroPolicy:
             raise SessionError("not a session of this policy", got=type(session).__name__, remedy="use policy.open()")
         session.check(self)
         kind = ("step", session.step == 0, observation.want_video, observation.committed is not None)
-        with self._on_device("this step", *kind):
+        with self.running("this step", *kind):
             return self._infer(session, observation, cancelled, noise, probe)
 
     def _infer(
@@ -244,6 +263,8 @@ class DreamZeroPolicy:
             raise
         self.path.let_go(session.window, result.state)
         session.history, session.window, session.step = history, result.state, session.step + 1
+        if result.reset is not None:  # otherwise nothing was taken or given back
+            self.admission.changed()
         return chunk
 
     def observe(self, session: Session, slot: int, frames: Mapping[str, npt.NDArray[np.uint8]]) -> bool:
@@ -277,14 +298,40 @@ class DreamZeroPolicy:
                 return to_model_video(images, network.dtype, network.config.target_video_hw)
 
             session.ahead = ObserveAhead(path.vae, to_video, num_frames=count, block=block)
-        with self._on_device("a frame ahead", "frame ahead", slot), torch.inference_mode():
+        with self.running("a frame ahead", "frame ahead", slot), torch.inference_mode():
             return session.ahead.offer(slot, frames)
 
     def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
-        """Whatever is compiled and recorded at first use, now; nothing without graphs."""
+        """Whatever is compiled and recorded at first use, now; nothing without graphs. Then ``capacity`` is known.
+
+        Raises:
+            ConfigError: there is no memory for one session.
+        """
         if isinstance(self.path, FusedPath | SplitPath) and self.config.graphs:
-            with self._on_device("recording the step", "recording"):
+            with self.running("recording the step", "recording"):
                 self.path.prepare(progress)
+        self.admission.measure().refuse_none()
+        self.spec = replace(self.spec, details={**self.spec.details, **self.capacity.details()})
+
+    @property
+    def capacity(self) -> Capacity:
+        """How many sessions may be open, and why."""
+        return self.admission.capacity
+
+    @property
+    def account(self) -> Account:
+        """Bytes by what they are for, now. From the thread that calls the policy."""
+        return self.admission.account()
+
+    @property
+    def fixed_memory(self) -> tuple[object, ...]:
+        """Objects beside network and path whose tensors are there from the beginning."""
+        return (self._stitch,)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Of memory and sessions, as of the last call that changed them. Any thread."""
+        return self.admission.details
 
     def fork(self, session: Session, session_id: str | None = None, *, seed: int | None = None) -> Session:
         """Another episode at the same point; see ``contract.interface.Forks``. Takes a window as large as the
@@ -300,10 +347,11 @@ class DreamZeroPolicy:
         return session.twin(window, session_id, seed=seed)
 
     def reset(self, session: Session) -> None:
-        """Forget the episode; the next call is a first call."""
+        """Forget the episode; the next call is a first call. The session keeps its place."""
         session.check(self)
         self.path.let_go(session.window, WindowState())
         session.clear()
+        self.admission.changed()
 
     def close(self, session: Session) -> None:
         """Free the session's memory. Idempotent."""
@@ -311,6 +359,7 @@ class DreamZeroPolicy:
             session.check(self)
             self.path.let_go(session.window, WindowState())
             session.close()
+            self.admission.leave(session)
 
     def disconnect(self) -> None:
         """No call is made again: end the processes of other GPUs. Idempotent; nothing on one GPU."""
@@ -331,7 +380,7 @@ class DreamZeroPolicy:
         """
         if not isinstance(chunk.video, PredictedVideo):
             return None
-        with self._on_device("decoding the video", "video"):
+        with self.running("decoding the video", "video"):
             video = self.network.vae.decode(chunk.video.latents)[0, :, 1:]
         pixels = ((video.float() + 1) * 127.5).clamp(0, 255).to(torch.uint8)
         return pixels.permute(1, 2, 3, 0).cpu().numpy()
@@ -339,7 +388,7 @@ class DreamZeroPolicy:
     # -- details ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _on_device(self, what: str, *kind: Hashable) -> Iterator[None]:
+    def running(self, what: str, *kind: Hashable) -> Iterator[None]:
         """Around everything that runs there. ``kind``: of work, for the deterministic tier."""
         device = self.network.device
         with self._watch.around(), on_device(device), no_memory_is_overload(what), self._determinism.around(*kind):
@@ -465,6 +514,7 @@ def with_schedule(policy: DreamZeroPolicy, **changes: Any) -> DreamZeroPolicy:
         raise ConfigError("only the fused step is run with another schedule", got=f"step: {policy.config.step}")
     other = copy.copy(policy)
     other.config, other.path = config, policy.path.rescheduled(config)
+    other.admission = policy.admission.shared_with(other)
     said = {"evaluations": config.evaluations_text, "tier": config.tier}
     other.spec = replace(policy.spec, details={**policy.spec.details, **said})
     return other

@@ -7,6 +7,7 @@ image keys) lies here in one allocation each, written in place.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -71,7 +72,9 @@ class SlotLayout:
         window = 2 * sum(self.windows) * self.rows * (d.dim // self.ranks) * narrow
         cross = 2 * d.num_layers * (self.branches * d.text_len + IMAGE_TOKENS) * d.dim * wide
         channels, frames, height, width = self.latent
-        scales = 4 * d.num_layers * self.scaled_rows
+        scales = 4 * (
+            d.num_layers * (self.scaled_rows + self.branches + 2) + 2 * self.branches
+        )  # peaks and rows as well
         return window + cross + channels * frames * height * width * wide + scales
 
     @property
@@ -168,6 +171,8 @@ class SlotPool:
     def __init__(self, layout: SlotLayout) -> None:
         self.layout = layout
         self._free: list[WindowSlot] = []
+        # Weakly: the slot of a session that was dropped without being closed goes with it.
+        self._all: WeakSet[WindowSlot] = WeakSet()
         self.made = 0
 
     def acquire(self) -> WindowSlot:
@@ -179,22 +184,37 @@ class SlotPool:
             slot = min(self._free, key=lambda free: free.index)  # the first ones are prepared
             self._free.remove(slot)
             return slot
+        return self._another()
+
+    def _another(self) -> WindowSlot:
         made = self._made()
         if made is None:
             raise Overloaded(
                 "no memory for another session's window",
-                got=f"{self.made} windows of {self.layout.nbytes / 2**30:.2f} GiB exist",
+                got=f"{len(self._all)} windows of {self.layout.nbytes / 2**30:.2f} GiB exist",
                 remedy="close a session",
             )
-        self.made += 1
         return made
 
     def _made(self) -> WindowSlot | None:
         """None: no memory. The error goes no further: its traceback would keep the buffers that there was room for."""
         try:
-            return WindowSlot(self.layout, self.made)
+            made = WindowSlot(self.layout, self.made)
         except torch.OutOfMemoryError:
             return None
+        self.made += 1
+        self._all.add(made)
+        return made
+
+    @torch.inference_mode()
+    def provide(self, windows: int) -> None:
+        """See that so many slots exist, used ones included.
+
+        Raises:
+            Overloaded: the device has no memory for one of them.
+        """
+        while len(self._all) < windows:
+            self.release(self._another())
 
     @torch.inference_mode()
     def clone(self, slot: WindowSlot) -> WindowSlot:
@@ -222,6 +242,15 @@ class SlotPool:
         return len(self._free)
 
     @property
+    def free(self) -> list[WindowSlot]:
+        return list(self._free)
+
+    @property
+    def used(self) -> list[WindowSlot]:
+        """Slots of sessions and of steps under way."""
+        return [slot for slot in self._all if slot not in self._free]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all slots, free ones included."""
-        return self.made * self.layout.nbytes
+        return len(self._all) * self.layout.nbytes

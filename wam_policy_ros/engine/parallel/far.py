@@ -67,17 +67,17 @@ def own(path: BranchPath, prompt: Prompt) -> Prompt:
     assert isinstance(text, TextStates)
     if text.keys is None:
         text.keys = path.keys_of(text.states, text.length)
-    return Prompt(prompt.ids, prompt.embedding, text.keys)
+    return Prompt(prompt.ids, prompt.embedding, text.keys, of=prompt)
 
 
-def report(rank: int, device: torch.device, path: BranchPath, windows: int) -> RankReport:
+def report(rank: int, device: torch.device, path: BranchPath, windows: int, fit: int | None = None) -> RankReport:
     pool = getattr(path, "pool", None)  # of the fused step
     slots, idle = (0, 0) if pool is None else (pool.made, pool.idle)
     peak = 0
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    return RankReport(rank, windows, slots, idle, peak)
+    return RankReport(rank, windows, slots, idle, peak, fit)
 
 
 class Far(Protocol):
@@ -173,7 +173,7 @@ class LocalFar:
     """The unguided branch on the same device, after the conditional one. The twin of ``RemoteFar``: the same bits."""
 
     def __init__(self, path: BranchPath) -> None:
-        self._path = path
+        self.path = path
         self._evaluate: Callable[[], Tensor | None] = lambda: None
         self.lost = None
 
@@ -181,20 +181,20 @@ class LocalFar:
         self, old: Any, first: FirstFrame, prompt: Prompt, negative: Prompt | None, reason: ResetReason
     ) -> WindowState:
         assert negative is not None
-        return self._path.restarted(old or WindowState(), first, own(self._path, negative), None, reason)
+        return self.path.restarted(old or WindowState(), first, own(self.path, negative), None, reason)
 
     def confirm(self) -> None:
         pass
 
     def continued(self, old: Any, prompt: Prompt, negative: Prompt | None) -> WindowState:
         assert negative is not None
-        return self._path.continued(old, own(self._path, negative), None)
+        return self.path.continued(old, own(self.path, negative), None)
 
     def cloned(self, window: Any) -> WindowState:
-        return self._path.cloned(window)
+        return self.path.cloned(window)
 
     def prefill(self, draft: Any, latents: Tensor, start_frame: int, probe: Probe | None) -> WindowState:
-        return self._path.prefill(draft, latents, start_frame, None)
+        return self.path.prefill(draft, latents, start_frame, None)
 
     def begin(
         self,
@@ -209,7 +209,7 @@ class LocalFar:
         guided: bool,
     ) -> None:
         state = replace(draft, current_start_frame=start_frame)
-        self._evaluate = lambda: self._path.evaluate_branch(state, step, video, action, proprio, with_video=True)[0]
+        self._evaluate = lambda: self.path.evaluate_branch(state, step, video, action, proprio, with_video=True)[0]
 
     def together(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -221,7 +221,7 @@ class LocalFar:
 
     def let_go(self, unwanted: Any, kept: Any) -> None:
         if unwanted is not None:
-            self._path.let_go(unwanted, kept or WindowState())
+            self.path.let_go(unwanted, kept or WindowState())
 
     def watched(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -236,7 +236,7 @@ class LocalFar:
         pass
 
     def prepared(self, progress: Progress) -> None:
-        self._path.prepare(progress)
+        self.path.prepare(progress)
 
     def reports(self) -> list[RankReport]:
         return []

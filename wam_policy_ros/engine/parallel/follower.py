@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wam_policy_ros.contract.errors import Overloaded, WamError, bare
 from wam_policy_ros.contract.interface import ResetReason
+from wam_policy_ros.engine.account import account_of, capacity_of
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.determinism import Determinism
 from wam_policy_ros.engine.device import on_device
@@ -51,8 +52,8 @@ def follow(line: Line) -> None:
 class _Mirror:
     """One path of the leader's, as this rank has it."""
 
-    def __init__(self, path: BranchPath, determinism: Determinism) -> None:
-        self.path, self.determinism = path, determinism
+    def __init__(self, path: BranchPath, config: EngineConfig, determinism: Determinism) -> None:
+        self.path, self.config, self.determinism = path, config, determinism
         self.windows: dict[int, WindowState] = {}
         self.prompts: dict[int, Prompt] = {}
 
@@ -107,7 +108,7 @@ class _Follower:
             self._line.send("answer", bare(error))
             return
         self._like = path
-        self._mirrors[number] = _Mirror(path, determinism)
+        self._mirrors[number] = _Mirror(path, config, determinism)
         self._line.send("answer", None)
 
     def _drop(self, number: int) -> None:
@@ -125,7 +126,9 @@ class _Follower:
 
     def _report(self, number: int) -> None:
         mirror = self._mirrors[number]
-        self._line.send("answer", report(self._setup.rank, self._device, mirror.path, len(mirror.windows)))
+        account = account_of(self._network, mirror.path, mirror.windows.values(), others=mirror.prompts)
+        fit = capacity_of(self._network, mirror.config, mirror.path, account).windows
+        self._line.send("answer", report(self._setup.rank, self._device, mirror.path, len(mirror.windows), fit))
 
     @staticmethod
     def _form(name: str, content: Sequence[Any]) -> Any:

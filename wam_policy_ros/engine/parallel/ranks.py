@@ -42,6 +42,7 @@ class RankReport:
         rank: its number. windows: of sessions and of calls under way.
         slots: memory for windows that the fused step has made; idle: that no window uses.
         memory_bytes: peak of what PyTorch had allocated on the GPU since the last report; 0 on a CPU.
+        fit: windows that fit on its device; None: nothing bounds them, or it was not asked.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankReport:
     slots: int
     idle: int
     memory_bytes: int
+    fit: int | None = None
 
 
 @dataclass(frozen=True)
