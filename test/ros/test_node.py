@@ -384,6 +384,7 @@ def test_pictures_are_sent_to_whoever_looks(make: Make) -> None:
     assert (observed.height, observed.width, observed.encoding) == (180, 960, "rgb8")
     stamps = [stamp_to_ns(m.header.stamp) for m in system.robot.images["predicted_video"][:9]]
     assert stamps == sorted(set(stamps)) and len(rendered) >= 2
+    assert stamps[8] - stamps[0] == pytest.approx(8 / 9 * 24 / 15 * 1e9, abs=10)
 
 
 def test_random_weights_are_announced_at_activation(make: Make) -> None:

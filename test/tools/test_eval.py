@@ -18,6 +18,7 @@ pytest.importorskip("mujoco", reason="mujoco is not installed: pip install 'wam_
 import torch
 
 from test.tiny_checkpoint import edit_json, write_checkpoint
+from wam_policy_ros.contract.embodiments import DROID
 from wam_policy_ros.contract.errors import ConfigError, ContractMismatch
 from wam_policy_ros.contract.executed import as_executed, carried, sha256_of
 from wam_policy_ros.serving.client import ClientConfig, connect_policy
@@ -28,6 +29,7 @@ from wam_policy_ros.tools.eval_suite import doors, summary
 from wam_policy_ros.tools.eval_suite.episode import Episode, EpisodePlayer, sha256_of_all
 from wam_policy_ros.tools.eval_suite.paired import Paired
 from wam_policy_ros.tools.eval_suite.plan import Plan, seed_range, task_names
+from wam_policy_ros.tools.eval_suite.predicted import Call, sheet, video_error, video_table
 from wam_policy_ros.tools.eval_suite.ros_door import play_ros
 from wam_policy_ros.tools.eval_suite.tiers import tier_names, with_tier
 from wam_policy_ros.tools.main import main
@@ -144,6 +146,49 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     server = doors.serving(Plan(door="openpi", checkpoint=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"did not start.*config\.json"), server:
         pass
+
+
+# -- predicted video ----------------------------------------------------------------------------------------------
+
+
+def test_predicted_frames_are_compared_with_those_of_their_moment() -> None:
+    """Two views side by side, the left one still and the right one brighter by 20 every tick."""
+    places = {"left": (slice(0, 2), slice(0, 2)), "right": (slice(0, 2), slice(2, 4))}
+
+    def picture(right: int) -> Any:
+        return (
+            np.stack([np.full((2, 4), 100, np.uint8)] * 3, axis=-1) + np.array([0, 0, right, right], np.uint8)[:, None]
+        )
+
+    seen = {t: picture(20 * t) for t in range(5)}
+    # Right about tick 1, off by 10 about tick 2; about tick 3 nothing counts, the next call comes before.
+    first = Call(0, np.zeros((4, 8)), np.stack([picture(20), picture(50), picture(0)]), (1.0, 2.0, 3.0))
+    second = Call(2, np.zeros((4, 8)), np.stack([picture(60), picture(0)]), (1.0, 1.5))
+    found = video_error([first, second], seen, places, 4).summary()
+    assert found["frames"] == 3
+    assert found["views"]["left"] == {
+        "predicted": 0.0, "repeated": 0.0, "changed_share": 0.0, "changed_predicted": None, "changed_repeated": None,
+    }  # fmt: skip
+    assert found["views"]["right"]["predicted"] == pytest.approx(10 / 3, abs=1e-3)
+    assert found["views"]["right"]["repeated"] == pytest.approx((20 + 40 + 20) / 3, abs=1e-3)
+    assert found["all"]["changed_share"] == 0.5 and found["all"]["changed_predicted"] == pytest.approx(3.333, abs=1e-3)
+    assert "-" in video_table(found) and "26.67" in video_table(found)
+    (line,) = {sheet([first, second], seen, 4).shape[1]}  # type: ignore[union-attr]
+    assert line == 3 * (192 + 4) and sheet([Call(0, np.zeros((4, 8)))], seen, 4) is None
+
+
+def test_the_video_of_a_network_is_compared_while_it_plays(checkpoint: str, one_thread: None, tmp_path: Path) -> None:
+    plan = Plan(checkpoint=checkpoint, device="cpu", max_ticks=8, video_error=True)
+    (watched,) = played(replace(plan, pictures=str(tmp_path), shown=1), 3)
+    (other,) = played(replace(plan, video_error=False), 3)
+    assert watched.actions_sha256 == other.actions_sha256 and other.video is None
+    report = summary.summary(plan, range(3, 4), [watched])["video_error"]
+    assert report["frames"] == 2 * 8 and set(report["views"]) == {c.name for c in DROID.cameras}
+    assert report["all"]["repeated"] < report["all"]["predicted"] < 255  # random weights predict noise
+    (picture,) = tmp_path.glob("*_predicted.png")
+    assert picture.stat().st_size > 5_000
+    with pytest.raises(ConfigError, match="predicted video"):
+        Plan(door="openpi", checkpoint=checkpoint, video_error=True)
 
 
 # -- controls -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from wam_policy_ros.contract.errors import CheckpointError, ConfigError
 from wam_policy_ros.contract.interface import FieldSpec
 from wam_policy_ros.contract.normalization import Statistics
 from wam_policy_ros.contract.policy_thread import WARNING
+from wam_policy_ros.contract.predicted import KEY as VIDEO_STEPS
+from wam_policy_ros.contract.predicted import trained_steps
 from wam_policy_ros.model.checkpoint import read_folder
 from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.errors import CheckpointFileError
@@ -82,6 +84,11 @@ def build_policy(
     policy.warnings[:0] = known
     if wanted.execute_steps is not None:
         details = {**policy.spec.details, "execute_steps": wanted.execute_steps}
+        frames = 4 * policy.network.config.dit.num_frame_per_block
+        if wanted.frame_offsets is not None and (
+            due := trained_steps(wanted.frame_offsets, wanted.execute_steps, frames)
+        ):
+            details[VIDEO_STEPS] = due
         policy.spec = dataclasses.replace(policy.spec, details=details)
     return policy
 

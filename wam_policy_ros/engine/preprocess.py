@@ -109,6 +109,16 @@ def lay_out_mosaic(views: Sequence[Tensor], embodiment: Embodiment) -> Tensor:
     return torch.cat([top, bottom], dim=1)[None]
 
 
+def mosaic_places(embodiment: Embodiment, height: int, width: int) -> dict[str, tuple[slice, slice]]:
+    """Where each camera's view is in a mosaic of this size."""
+    top, bottom = slice(0, height // 2), slice(height // 2, height)
+    left, right = slice(0, width // 2), slice(width // 2, width)
+    a, b, c = (camera.name for camera in embodiment.cameras)
+    if embodiment.mosaic == "wrist_on_top":
+        return {c: (top, slice(0, width)), a: (bottom, left), b: (bottom, right)}
+    return {a: (top, left), c: (top, right), b: (bottom, left)}
+
+
 def to_model_video(images: Tensor, dtype: torch.dtype, target_hw: tuple[int, int] | None = None) -> Tensor:
     """The mosaic as the network's video.
 

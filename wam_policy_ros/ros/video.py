@@ -11,6 +11,7 @@ from rclpy.qos import QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import Image
 
 from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
+from wam_policy_ros.contract.predicted import due_steps
 
 from .messages import rgb_to_image, tile
 
@@ -56,8 +57,6 @@ class VideoOutput:
             frames = policy.render_video(chunk)
             if frames is None:
                 return
-            # The frames are spread evenly over the time the chunk covers.
-            step_ns = len(chunk.actions) * chunk.dt_s * 1e9 / len(frames)
-            for i, frame in enumerate(np.asarray(frames)):
-                due_ns = stamp_ns + round((i + 1) * step_ns)
+            for step, frame in zip(due_steps(policy.spec, len(frames)), np.asarray(frames), strict=True):
+                due_ns = stamp_ns + round(step * chunk.dt_s * 1e9)
                 self.predicted.publish(rgb_to_image(frame, stamp_ns=due_ns, frame_id="predicted"))

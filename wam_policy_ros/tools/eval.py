@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("what is left")
     out.add_argument("--json", type=Path, default=Path("evaluation.json"))
     out.add_argument("--pictures", default="", metavar="FOLDER", help="videos and plots of failures")
+    out.add_argument("--video-error", action="store_true", help="how far the predicted video is from what then was "
+                     "seen, beside that of repeating the last frame; door engine")  # fmt: skip
     out.add_argument("--shown", type=int, default=3, help="how many, about")
     out.add_argument("--every", action="store_true", help="of successes, too")
 
@@ -84,7 +86,7 @@ def plan_of(args: argparse.Namespace) -> Any:
         options=tuple(options.items()), control=args.control, tasks=task_names(args.task, args.instruction),
         instruction=args.instruction, execute=args.execute, max_ticks=args.max_ticks,
         threads=max(1, (os.cpu_count() or 1) // workers_of(args)), pictures=args.pictures, shown=args.shown,
-        every=args.every,
+        every=args.every, video_error=args.video_error,
     )  # fmt: skip
 
 
@@ -101,6 +103,7 @@ def workers_of(args: argparse.Namespace) -> int:
 
 def one(plan: Any, seeds: range, workers: int, minutes: float | None) -> tuple[dict[str, Any], int]:
     """One report, on the terminal too."""
+    from .eval_suite.predicted import video_table
     from .eval_suite.summary import summary, table
 
     episodes, errors = play(plan, seeds, workers, minutes)
@@ -110,6 +113,8 @@ def one(plan: Any, seeds: range, workers: int, minutes: float | None) -> tuple[d
     if report["policy"].get("random_weights"):
         print("RANDOM WEIGHTS, not a policy: this shows that the machinery runs, nothing else")
     print(f"\n{table(report)}\nactions {report['actions_sha256']}")
+    if "video_error" in report:
+        print(f"\n{video_table(report['video_error'])}")
     if report["others_taken"]:
         print("taken although another thing was meant: "
               + ", ".join(f"{n} {c}x" for n, c in sorted(report["others_taken"].items())))  # fmt: skip

@@ -58,6 +58,8 @@ def roll_out(
     on_call: Callable[[Frame, ActionChunk], None] = lambda frame, chunk: None,
     on_tick: Callable[[Frame, npt.NDArray[np.float64]], None] = lambda frame, row: None,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda frames: frames,
+    look_at: tuple[int, ...] = (),
+    on_seen: Callable[[Frame], None] = lambda frame: None,
 ) -> Outcome:
     """One episode, until the task is done or the ticks are over.
 
@@ -66,11 +68,13 @@ def roll_out(
         on_call: told the newest frame and the chunk of every call, before any row runs; the world stands there.
         on_tick: told the frame before every tick and the row that is executed, rounded to float32.
         change: of the camera frames of a call, for controls (blanked cameras).
+        look_at: ticks behind every call at which pictures are made, too; on_seen: told every frame that has pictures.
     """
     offsets = policy.spec.frame_offsets
     out = Outcome(seed, task.name, instruction)
     frame = world.reset(seed, task)
     recent: dict[int, Frame] = {0: frame}
+    on_seen(frame)
     session = policy.open()
     try:
         tick = 0
@@ -90,12 +94,15 @@ def roll_out(
             chunk = policy.infer(session, observation)
             out.calls_s.append(time.perf_counter() - begin)
             on_call(frame, chunk)
-            next_call = tick + execute
+            called, next_call = tick, tick + execute
             for row in carried(chunk.actions[:execute]):
                 on_tick(frame, row)
                 tick += 1
                 seen = _is_seen(tick, next_call, execute, offsets)
-                frame = world.step(row[:7], float(row[7] > GRIPPER_THRESHOLD), images=seen)
+                drawn = seen or tick - called in look_at
+                frame = world.step(row[:7], float(row[7] > GRIPPER_THRESHOLD), images=drawn)
+                if drawn:
+                    on_seen(frame)
                 if seen:
                     recent[tick] = frame
                 state = world.outcome

@@ -72,7 +72,7 @@ def open_door(plan: Plan, world: World, say: Say = lambda line: None) -> tuple[R
     rows = plan.execute or recommended_rows(policy)
     if rows > policy.spec.horizon:
         raise ConfigError("more rows than a chunk has", got=rows, expected=f"at most {policy.spec.horizon}")
-    return Rounded(policy, want_video=bool(plan.pictures)), rows
+    return Rounded(policy, want_video=bool(plan.pictures) or plan.video_error), rows
 
 
 def recommended_rows(policy: Policy) -> int:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from wam_policy_ros.contract.executed import as_executed, sha256_of
 from wam_policy_ros.contract.interface import ActionChunk
+from wam_policy_ros.contract.predicted import due_steps
+from wam_policy_ros.engine.policy import DreamZeroPolicy
 from wam_policy_ros.sim.tasks import LIFT_M
 from wam_policy_ros.sim.world import Frame, World
 from wam_policy_ros.train.rollout import roll_out
@@ -20,27 +22,12 @@ from wam_policy_ros.train.rollout import roll_out
 from .controls import BLANK
 from .doors import Rounded, Say, open_door
 from .plan import Plan
+from .predicted import Call, Eye, VideoError, video_error
 
 Array = npt.NDArray[np.float64]
 GREY = 127
 Asked = tuple[int, ActionChunk]
 """At which tick, and the answer."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One answer of the policy.
-
-    Attributes:
-        tick: at which it was asked; rows: ``[N, 8]``.
-        predicted: uint8 ``[P, H, W, 3]``, evenly spread over the ticks behind it; None: no video.
-        covers: ticks that the video covers.
-    """
-
-    tick: int
-    rows: Array
-    predicted: npt.NDArray[np.uint8] | None = None
-    covers: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +43,7 @@ class Episode:
         calls_s: seconds per call of the policy.
         policy: what the policy says of itself; JSON.
         executed: ``[ticks, 8]``.
+        video: how far the predicted frames are off; None: not asked for.
         disturbed: what kept a policy node from sending the policy's rows as they are, and how often.
     """
 
@@ -71,6 +59,7 @@ class Episode:
     calls_s: tuple[float, ...]
     policy: dict[str, Any]
     executed: Array = field(repr=False)
+    video: VideoError | None = None
     disturbed: dict[str, int] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
@@ -86,6 +75,7 @@ class Episode:
             "others_taken": None if self.taken is None else list(self.taken),
             "calls": len(self.calls_s),
             "actions_sha256": self.actions_sha256,
+            **({"video_error": self.video.summary()["all"]} if self.video else {}),
             **({"disturbed": self.disturbed} if self.disturbed else {}),
         }
 
@@ -126,6 +116,12 @@ class EpisodePlayer:
         executed: list[Array] = []
         calls: list[Asked] = []
         high: set[str] = set()
+        eye = Eye(self.policy.policy) if self.plan.video_error else None
+        seen: dict[int, npt.NDArray[np.uint8]] = {}
+
+        def on_seen(frame: Frame) -> None:
+            if eye is not None:
+                seen[frame.tick] = eye.mosaic(frame.images)
 
         def look() -> None:
             high.update(n for n, z in self.world.raised_m.items() if z > LIFT_M)
@@ -149,13 +145,18 @@ class EpisodePlayer:
             on_call=asked,
             on_tick=on_tick,
             change=_grey if self.plan.control == BLANK else lambda frames: frames,
+            look_at=eye.ticks if eye is not None else (),
+            on_seen=on_seen,
         )
         look()
+        video = None
+        if eye is not None:
+            video = video_error([self.call_of(a) for a in calls], seen, eye.places, out.ticks)
         episode = Episode(
             seed=seed, task=task.name, instruction=words, success=out.success, ticks=out.ticks,
             highest_m=out.lifted_m, moved_m=dict(self.world.outcome.moved_m),
             taken=tuple(sorted(high - {task.target})), actions_sha256=sha256_of(np.array(executed)),
-            calls_s=tuple(out.calls_s), policy=self.about, executed=np.array(executed),
+            calls_s=tuple(out.calls_s), policy=self.about, executed=np.array(executed), video=video,
         )  # fmt: skip
         return episode, calls
 
@@ -173,10 +174,17 @@ class EpisodePlayer:
         """Video and plot of an episode of this player, in the plan's folder; see ``pictures.draw``."""
         from .pictures import draw  # matplotlib and av only where somebody wants pictures
 
-        spec = self.policy.spec
-        covers = int(spec.details.get("execute_steps") or spec.horizon)
-        made = [Call(t, c.actions, self.policy.render_video(c), covers) for t, c in calls]
-        return draw(self.world, episode, made, Path(self.plan.pictures), self.about["weights"])
+        network = isinstance(self.policy.policy, DreamZeroPolicy)
+        eye = Eye(self.policy.policy) if network else None
+        made = [self.call_of(a) for a in calls]
+        return draw(self.world, episode, made, Path(self.plan.pictures), self.about["weights"], eye)
+
+    def call_of(self, asked: Asked) -> Call:
+        """With its predicted video decoded, if it has one."""
+        tick, chunk = asked
+        predicted = self.policy.render_video(chunk)
+        due = () if predicted is None else tuple(due_steps(self.policy.spec, len(predicted)))
+        return Call(tick, chunk.actions, predicted, due)
 
 
 def _grey(frames: dict[str, Any]) -> dict[str, Any]:

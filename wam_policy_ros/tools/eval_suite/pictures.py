@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import cv2
 import numpy as np
 
 from wam_policy_ros.sim.cameras import NAMES
@@ -13,13 +14,17 @@ from wam_policy_ros.sim.tasks import TASKS
 from wam_policy_ros.sim.world import RATE_HZ, Frame, World
 from wam_policy_ros.tools.report import Recording, Trajectory, write_plot, write_video
 
-from .episode import Call, Episode
+from .episode import Episode
+from .predicted import Call, Eye, sheet
 
 JOINTS = (*(f"joint {k}" for k in range(1, 8)), "gripper (finger)")
 
 
-def draw(world: World, episode: Episode, calls: Sequence[Call], folder: Path, weights: str) -> tuple[Path, Path]:
-    """Write ``seed_N_TASK.mp4`` (three cameras, and beside them the predicted video) and the plot of the joints.
+def draw(
+    world: World, episode: Episode, calls: Sequence[Call], folder: Path, weights: str, eye: Eye | None = None
+) -> tuple[Path, Path]:
+    """Write ``seed_N_TASK.mp4`` (three cameras, and beside them the predicted video) and the plot of the joints; with
+    ``eye`` also ``seed_N_TASK_predicted.png``, what was predicted below what then was seen.
 
     Raises:
         SimError: played again, the episode went another way.
@@ -31,6 +36,10 @@ def draw(world: World, episode: Episode, calls: Sequence[Call], folder: Path, we
     video, plot = folder / f"{stem}.mp4", folder / f"{stem}.png"
     write_plot(seen, plot, caption)
     write_video(seen, video, caption[:110])
+    if eye is not None:
+        real = {k: eye.mosaic(dict(zip(NAMES, views, strict=True))) for k, views in enumerate(seen.frames)}
+        if (picture := sheet(calls, real, episode.ticks)) is not None:
+            cv2.imwrite(str(folder / f"{stem}_predicted.png"), picture[..., ::-1])
     return video, plot
 
 
@@ -75,7 +84,7 @@ def _predicted(calls: Sequence[Call]) -> tuple[np.ndarray, np.ndarray]:
     ends = [c.tick for c in calls[1:]] + [10**9]
     for call, end in zip(calls, ends, strict=True):
         for k, frame in enumerate(call.predicted if call.predicted is not None else ()):
-            due = call.tick + (k + 1) * call.covers / len(call.predicted)  # type: ignore[arg-type]
+            due = call.tick + call.due[k]
             if due <= end:
                 times.append(due / RATE_HZ)
                 frames.append(frame)

@@ -33,6 +33,7 @@ class Plan:
         instruction: said in every episode instead of the wording; the task still decides what success is.
         execute: rows of a chunk to execute; None: as the checkpoint recommends.
         threads: of PyTorch, per policy.
+        video_error: compare the predicted video with what then was seen.
         pictures: folder for videos and plots; empty: none.
         shown: how many failures (``every``: episodes) are drawn there, about.
     """
@@ -53,6 +54,7 @@ class Plan:
     execute: int | None = None
     max_ticks: int = 160
     threads: int = 1
+    video_error: bool = False
     pictures: str = ""
     shown: int = 3
     every: bool = False
@@ -66,6 +68,10 @@ class Plan:
             raise ConfigError(
                 f"the control {self.control} reads the simulator and goes through no other door than engine",
                 got=self.door,
+            )
+        if self.video_error and (self.door != "engine" or (self.control and self.control != BLANK)):
+            raise ConfigError(
+                "only a network in this process shows its predicted video", got=f"{self.door} {self.control}".strip()
             )
         for name, least in (("max_ticks", 1), ("threads", 1), ("shown", 0)):
             if getattr(self, name) < least:

@@ -17,6 +17,7 @@ from wam_policy_ros.train.evaluate import wilson
 from .episode import Episode, sha256_of_all
 from .paired import Paired
 from .plan import Plan
+from .predicted import total_error
 
 FORMAT = 1
 
@@ -57,6 +58,7 @@ def summary(
         "by_task": {t: by_task(episodes, t) for t in sorted({e.task for e in episodes})},
         "others_taken": others,
         "ticks_of_successes": round(float(np.mean([e.ticks for e in hits])), 1) if hits else None,
+        **({"video_error": total.summary()} if (total := total_error(e.video for e in episodes)) else {}),
         "call_s_p50": round(float(np.median(calls)), 4) if calls else None,
         "configuration": plan.described() | {"seeds": [seeds[0], seeds[-1] + 1] if len(seeds) else []},
         "policy": policy,
