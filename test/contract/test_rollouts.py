@@ -423,7 +423,7 @@ def test_a_policy_that_cannot_be_made_is_said_and_leaves_no_thread() -> None:
         raise ConfigError("no such checkpoint", got="/nowhere")
 
     async def main() -> None:
-        with pytest.raises(NotReady, match="no such checkpoint"):
+        with pytest.raises(ConfigError, match="no such checkpoint"):
             async with Rollouts(factory):
                 pytest.fail("entered")
         going, stop = threading.Event(), threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,12 @@ import torch
 
 from test.tiny_checkpoint import edit_json, write_checkpoint
 from wam_policy_ros.contract.embodiments import DROID
-from wam_policy_ros.contract.errors import ConfigError, ContractMismatch
+from wam_policy_ros.contract.errors import ConfigError, ContractMismatch, EngineError
 from wam_policy_ros.contract.executed import as_executed, carried, sha256_of
 from wam_policy_ros.serving.client import ClientConfig, connect_policy
 from wam_policy_ros.serving.client_link import LinkConfig
 from wam_policy_ros.sim.errors import RenderingUnavailable, UnknownTask
-from wam_policy_ros.tools.eval import price_list
+from wam_policy_ros.tools.eval import play_here, price_list
 from wam_policy_ros.tools.eval_suite import doors, summary
 from wam_policy_ros.tools.eval_suite.episode import Episode, EpisodePlayer, sha256_of_all
 from wam_policy_ros.tools.eval_suite.paired import Paired
@@ -140,6 +141,33 @@ def test_rows_are_named_as_they_are_executed() -> None:
         as_executed(np.array([0.0, 0.5 + 1e-12]))[1] == 0.0
     )  # a client that decides behind the rounding does the same
     assert sha256_of(as_executed(rows)) != sha256_of(rows)
+
+
+def test_the_actions_do_not_depend_on_who_is_played_or_served_beside(checkpoint: str, one_thread: None) -> None:
+    """Also not on whether there are rollouts between: one simulator calls the policy itself."""
+    plan = Plan(checkpoint=checkpoint, device="cpu", options=(("deterministic", True),), max_ticks=6)
+    alone = played(plan, 3, 4, 5)
+    for changes in ({"parallel": 3}, {"parallel": 2, "beside": 1}):
+        told: list[Any] = []
+        found, errors = play_here(replace(plan, **changes), range(3, 6), None, told.append)
+        assert errors == [] and len(told) == 3 and [e.seed for e in found] == [3, 4, 5]
+        assert sha256_of_all(found) == sha256_of_all(alone), changes
+        assert [len(e.calls_s) for e in found] == [2, 2, 2] and found[0].policy == alone[0].policy
+
+
+def test_a_simulator_that_fails_ends_the_others_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    player(Plan(control="hold")).close()
+    play = EpisodePlayer.play
+
+    def failing(self: EpisodePlayer, seed: int) -> Episode:
+        if seed == 2:
+            raise EngineError("the simulator broke")
+        return play(self, seed)
+
+    monkeypatch.setattr(EpisodePlayer, "play", failing)
+    found, errors = play_here(Plan(control="hold", parallel=2, max_ticks=4), range(60), None, lambda episode: None)
+    assert errors == ["EngineError: the simulator broke"] and [e.seed for e in found] == [0, 1]
+    assert not [t for t in threading.enumerate() if t.name.startswith(("wam_rollouts", "wam_policy_owner"))]
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -342,6 +370,8 @@ def test_a_price_list_of_what_this_machine_can_do(checkpoint: str, capsys: pytes
         (["x", "--control", "expert"], "no network"),
         (["--control", "expert", "--door", "openpi"], "no other door"),
         (["--control", "hold", "--seeds", "5:5"], "no seeds"),
+        (["--control", "hold", "--parallel", "0"], "parallel must be at least 1"),
+        (["--control", "hold", "--beside", "1"], "network of the door engine"),
         (["--control", "hold", "--task", "lift_table"], "no such task"),
         (["x", "--tiers", "16,8", "--margin", "5"], "margin"),
         (["--url", "ws://x"], "door openpi"),

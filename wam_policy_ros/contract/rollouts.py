@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .errors import Cancelled, ConfigError, NotReady, SessionBusy, SessionError, WamError
+from .errors import Cancelled, ConfigError, NotReady, SessionBusy, SessionError, WamError, bare
 from .interface import ActionChunk, Forks, Observation, Policy, PolicySpec
-from .policy_thread import AskCancelled, Phase, PolicyFactory, PolicyThread, Priority, Ticket, Work
+from .policy_thread import AskCancelled, Phase, PolicyFactory, PolicyThread, Priority, Progress, Ticket, Work
 
 __all__ = ["Blocking", "Episode", "Rollouts", "Snapshot"]
 
@@ -201,7 +201,10 @@ class Rollouts:
             )
         self._mine = not isinstance(policy, PolicyThread)
         # What a warm-up would do once, the first episode does.
-        self._owner = policy if isinstance(policy, PolicyThread) else PolicyThread(policy, log=log, warm_up=False)
+        self._owner = (
+            policy if isinstance(policy, PolicyThread) else PolicyThread(self._made_by(policy), log=log, warm_up=False)
+        )
+        self._why: WamError | None = None
         self._priority = priority
         self._room = asyncio.Semaphore(max_in_flight)
         self._held: set[_Held] = set()
@@ -215,7 +218,7 @@ class Rollouts:
         """Returns when the policy is loaded.
 
         Raises:
-            NotReady: it never will be.
+            NotReady: it never will be. Of an owner of its own: what the factory raised.
         """
         self._loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -233,6 +236,8 @@ class Rollouts:
                 self._owner.start()
             while (status := self._owner.status).phase is not Phase.READY:
                 if status.phase in (Phase.FAILED, Phase.STOPPED) or not self._owner.alive:
+                    if self._why is not None:
+                        raise bare(self._why)
                     raise NotReady("the policy takes no episodes", got=f"{status.phase.value}: {status.message}")
                 changed.clear()
                 if self._owner.status is status:
@@ -251,6 +256,16 @@ class Rollouts:
             await asyncio.shield(asyncio.gather(*closing))
         finally:
             await self._leave()
+
+    def _made_by(self, factory: PolicyFactory) -> PolicyFactory:
+        def made(progress: Progress) -> Policy:
+            try:
+                return factory(progress)
+            except WamError as error:
+                self._why = error
+                raise
+
+        return made
 
     async def _leave(self) -> None:
         self._unsubscribe()
@@ -400,12 +415,12 @@ class Blocking:
 
     def __init__(self, rollouts: Rollouts) -> None:
         self.rollouts = rollouts
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="wam_rollouts", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="wam_rollouts", daemon=True)
 
     def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result, or the error it raises. A caller that is interrupted gives it up."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result()
         except BaseException:
@@ -428,6 +443,6 @@ class Blocking:
             self._end()
 
     def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self._loop.close()
+        self.loop.close()

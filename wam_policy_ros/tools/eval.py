@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--execute", type=int, help="rows of a chunk to execute; default: as the policy recommends")
     how.add_argument("--max-ticks", type=int, default=160, help="of 1/15 s, of an episode without success")
     how.add_argument("--workers", type=int, help="simulators, and in the engine's door policies, side by side; "
-                     "default: processors on a CPU, 1 on a GPU")  # fmt: skip
+                     "default: processors on a CPU, 1 on a GPU or with --parallel")  # fmt: skip
+    how.add_argument("--parallel", type=int, default=1, metavar="N", help="simulators at once in each process, which "
+                     "share its policy; the actions do not depend on it")  # fmt: skip
+    how.add_argument("--beside", type=int, default=0, metavar="N", help="clients that ask the same policy all the time "
+                     "about something else, to show that the actions do not depend on them")  # fmt: skip
     how.add_argument("--minutes", type=float, help="stop after this time; what was played by then counts")
     how.add_argument("--tiers", default="", help="price list: names with commas between them, the first is compared "
                      "with: 16,8,4,dynamic,guidance-part,fp8,deterministic")  # fmt: skip
@@ -86,7 +90,7 @@ def plan_of(args: argparse.Namespace) -> Any:
         options=tuple(options.items()), control=args.control, tasks=task_names(args.task, args.instruction),
         instruction=args.instruction, execute=args.execute, max_ticks=args.max_ticks,
         threads=max(1, (os.cpu_count() or 1) // workers_of(args)), pictures=args.pictures, shown=args.shown,
-        every=args.every, video_error=args.video_error,
+        every=args.every, video_error=args.video_error, parallel=args.parallel, beside=args.beside,
     )  # fmt: skip
 
 
@@ -98,7 +102,7 @@ def workers_of(args: argparse.Namespace) -> int:
     import torch
 
     gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
-    return 1 if gpu else os.cpu_count() or 1
+    return 1 if gpu or args.parallel > 1 else os.cpu_count() or 1
 
 
 def one(plan: Any, seeds: range, workers: int, minutes: float | None) -> tuple[dict[str, Any], int]:
@@ -171,34 +175,33 @@ def play(plan: Any, seeds: range, workers: int, minutes: float | None) -> tuple[
         if workers > 1 and len(seeds) > 1:
             from wam_policy_ros.train.evaluate import evaluate
 
-            from .eval_suite.episode import EpisodePlayer
+            from .eval_suite.side_by_side import SideBySide
 
             seconds = None if minutes is None else 60 * minutes
-            return evaluate(served, seeds, workers=workers, seconds=seconds, player=EpisodePlayer, on_outcome=tell)
+            return evaluate(served, seeds, workers=workers, seconds=seconds, player=SideBySide, on_outcome=tell)
         return play_here(served, seeds, minutes, tell)
 
 
 def play_here(plan: Any, seeds: range, minutes: float | None, tell: Any) -> tuple[list[Any], list[str]]:
     import time
 
-    import torch
+    from wam_policy_ros.train.evaluate import without_gaps
 
-    from .eval_suite.episode import EpisodePlayer
+    from .eval_suite.side_by_side import SideBySide
 
-    torch.set_num_threads(plan.threads)
     end_s = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
-    player, episodes, errors = EpisodePlayer(plan), [], []
-    try:
-        for seed in seeds:
-            if time.monotonic() >= end_s:
-                break
-            episodes.append(player.play(seed))
-            tell(episodes[-1])
-    except WamError as error:
-        errors.append(f"{type(error).__name__}: {error}")
-    finally:
-        player.close()
-    return episodes, errors
+    left, episodes, errors = iter(seeds), [], []
+
+    def give(episode: Any) -> None:
+        episodes.append(episode)
+        tell(episode)
+
+    with SideBySide(plan) as table:
+        try:
+            table.play_all(lambda: next(left, None) if time.monotonic() < end_s else None, give)
+        except WamError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return without_gaps(episodes, seeds), errors
 
 
 class Teller:

@@ -150,7 +150,8 @@ def evaluate(
 
     Args:
         what: ``Rollouts``, or what ``player`` is made of; anything that can be pickled and has ``threads``.
-        player: of one process: an object whose ``play(seed)`` gives an ``Outcome``.
+        player: of one process: an object whose ``play(seed)`` gives an ``Outcome``; or a context with ``play_all(take,
+            give)``, which plays what ``take()`` gives until that is None, and calls ``give`` with each ``Outcome``.
         on_outcome: told each one as it comes, in any order.
     """
     context = multiprocessing.get_context("spawn")
@@ -190,13 +191,21 @@ def _play(make: Callable[[Any], Any], what: Any, seeds: list[int], turn: Any, st
     try:
         torch.set_num_threads(what.threads)
         player = make(what)
-        while not stop.is_set():
+
+        def take() -> int | None:
+            if stop.is_set():
+                return None
             with turn.get_lock():
                 k = turn.value
                 turn.value += 1
-            if k >= len(seeds):
-                break
-            news.put(player.play(seeds[k]))
+            return seeds[k] if k < len(seeds) else None
+
+        if hasattr(player, "play_all"):
+            with player:
+                player.play_all(take, news.put)
+            return
+        while (seed := take()) is not None:
+            news.put(player.play(seed))
     except Exception as error:  # told to the process that waits
         news.put(f"{type(error).__name__}: {error}")
         raise

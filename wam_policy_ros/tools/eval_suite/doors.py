@@ -53,22 +53,37 @@ class Rounded:
         return replace(chunk, actions=carried(chunk.actions))
 
 
-def open_door(plan: Plan, world: World, say: Say = lambda line: None) -> tuple[Rounded, int]:
+def is_network(plan: Plan) -> bool:
+    """The policy is a network in this process."""
+    return not plan.url and (not plan.control or plan.control == BLANK)
+
+
+def engine_factory(plan: Plan) -> EngineFactory:
+    return EngineFactory(
+        embodiment=EMBODIMENT, checkpoint=plan.checkpoint, random_weights=plan.random_weights,
+        tokenizer=plan.tokenizer, device=plan.device, preset=plan.preset, options=dict(plan.options),
+    )  # fmt: skip
+
+
+def open_door(
+    plan: Plan, world: World, say: Say = lambda line: None, made: Policy | None = None
+) -> tuple[Rounded, int]:
     """The policy, and how many rows of a chunk to execute.
+
+    Args:
+        made: the policy behind this door, if it has been made.
 
     Raises:
         ConfigError, CheckpointError, PolicyUnavailable, ContractMismatch: as whoever makes it.
     """
-    if plan.url:
+    if made is not None:
+        policy = made
+    elif plan.url:
         policy = _connect(plan)
     elif plan.control and plan.control != BLANK:
         policy = control_policy(plan.control, world)
     else:
-        factory = EngineFactory(
-            embodiment=EMBODIMENT, checkpoint=plan.checkpoint, random_weights=plan.random_weights,
-            tokenizer=plan.tokenizer, device=plan.device, preset=plan.preset, options=dict(plan.options),
-        )  # fmt: skip
-        policy = factory.policy(lambda text, fraction: say(text))
+        policy = engine_factory(plan).policy(lambda text, fraction: say(text))
     rows = plan.execute or recommended_rows(policy)
     if rows > policy.spec.horizon:
         raise ConfigError("more rows than a chunk has", got=rows, expected=f"at most {policy.spec.horizon}")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wam_policy_ros.contract.executed import as_executed, sha256_of
-from wam_policy_ros.contract.interface import ActionChunk
+from wam_policy_ros.contract.interface import ActionChunk, Policy
 from wam_policy_ros.contract.predicted import due_steps
 from wam_policy_ros.engine.policy import DreamZeroPolicy
 from wam_policy_ros.sim.tasks import LIFT_M
@@ -90,11 +90,15 @@ def sha256_of_all(episodes: Iterable[Episode]) -> str | None:
 
 
 class EpisodePlayer:
-    """Plays seeds of a plan in one process. Made and used in one thread."""
+    """Plays seeds of a plan in one process. Made and used in one thread.
 
-    def __init__(self, plan: Plan, say: Say = lambda line: None) -> None:
+    Args:
+        policy: the plan's, if it has been made; others may ask it, too.
+    """
+
+    def __init__(self, plan: Plan, say: Say = lambda line: None, *, policy: Policy | None = None) -> None:
         self.plan, self.world = plan, World()
-        self.policy, self.execute = open_door(plan, self.world, say)
+        self.policy, self.execute = open_door(plan, self.world, say, policy)
         self.about = about(self.policy, self.execute)
 
     def play(self, seed: int) -> Episode:

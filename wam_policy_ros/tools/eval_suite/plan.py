@@ -34,6 +34,8 @@ class Plan:
         execute: rows of a chunk to execute; None: as the checkpoint recommends.
         threads: of PyTorch, per policy.
         video_error: compare the predicted video with what then was seen.
+        parallel: simulators in one process, at once.
+        beside: clients of the same policy that have nothing to do with it, and ask all the time.
         pictures: folder for videos and plots; empty: none.
         shown: how many failures (``every``: episodes) are drawn there, about.
     """
@@ -58,6 +60,8 @@ class Plan:
     pictures: str = ""
     shown: int = 3
     every: bool = False
+    parallel: int = 1
+    beside: int = 0
 
     def __post_init__(self) -> None:
         if self.door not in DOORS:
@@ -73,12 +77,14 @@ class Plan:
             raise ConfigError(
                 "only a network in this process shows its predicted video", got=f"{self.door} {self.control}".strip()
             )
-        for name, least in (("max_ticks", 1), ("threads", 1), ("shown", 0)):
+        for name, least in (("max_ticks", 1), ("threads", 1), ("shown", 0), ("parallel", 1), ("beside", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}", got=getattr(self, name))
         if self.execute is not None and self.execute < 1:
             raise ConfigError("at least one row of a chunk must be executed", got=self.execute)
         self._check_policy()
+        if self.beside and (self.door != "engine" or (self.control and self.control != BLANK)):
+            raise ConfigError("clients beside ask the network of the door engine", got=f"door {self.door}")
 
     def _check_policy(self) -> None:
         if self.attach:
@@ -128,6 +134,8 @@ class Plan:
             "execute": self.execute,
             "max_ticks": self.max_ticks,
             "threads": self.threads,
+            "parallel": self.parallel,
+            "beside": self.beside,
         }
 
 
