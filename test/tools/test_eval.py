@@ -372,6 +372,7 @@ def test_a_price_list_of_what_this_machine_can_do(checkpoint: str, capsys: pytes
         (["--control", "hold", "--seeds", "5:5"], "no seeds"),
         (["--control", "hold", "--parallel", "0"], "parallel must be at least 1"),
         (["--control", "hold", "--beside", "1"], "network of the door engine"),
+        (["--control", "hold", "--door", "ros", "--parallel", "2"], "moves one robot"),
         (["--control", "hold", "--task", "lift_table"], "no such task"),
         (["x", "--tiers", "16,8", "--margin", "5"], "margin"),
         (["--url", "ws://x"], "door openpi"),

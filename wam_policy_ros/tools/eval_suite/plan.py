@@ -83,6 +83,8 @@ class Plan:
         if self.execute is not None and self.execute < 1:
             raise ConfigError("at least one row of a chunk must be executed", got=self.execute)
         self._check_policy()
+        if self.parallel > 1 and self.door == "ros":
+            raise ConfigError("one node moves one robot", got=f"parallel {self.parallel}", expected="1")
         if self.beside and (self.door != "engine" or (self.control and self.control != BLANK)):
             raise ConfigError("clients beside ask the network of the door engine", got=f"door {self.door}")
 
