@@ -147,11 +147,12 @@ def test_the_actions_do_not_depend_on_who_is_played_or_served_beside(checkpoint:
     """Also not on whether there are rollouts between: one simulator calls the policy itself."""
     plan = Plan(checkpoint=checkpoint, device="cpu", options=(("deterministic", True),), max_ticks=6)
     alone = played(plan, 3, 4, 5)
-    for changes in ({"parallel": 3}, {"parallel": 2, "beside": 1}):
+    for changes in ({"parallel": 3, "video_error": True}, {"parallel": 2, "beside": 1}):
         told: list[Any] = []
         found, errors = play_here(replace(plan, **changes), range(3, 6), None, told.append)
         assert errors == [] and len(told) == 3 and [e.seed for e in found] == [3, 4, 5]
         assert sha256_of_all(found) == sha256_of_all(alone), changes
+        assert [e.video is None for e in found] == ["video_error" not in changes] * 3
         assert [len(e.calls_s) for e in found] == [2, 2, 2] and found[0].policy == alone[0].policy
 
 

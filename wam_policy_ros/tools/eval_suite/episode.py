@@ -120,7 +120,7 @@ class EpisodePlayer:
         executed: list[Array] = []
         calls: list[Asked] = []
         high: set[str] = set()
-        eye = Eye(self.policy.policy) if self.plan.video_error else None
+        eye = Eye(self._engine) if self.plan.video_error else None
         seen: dict[int, npt.NDArray[np.uint8]] = {}
 
         def on_seen(frame: Frame) -> None:
@@ -178,10 +178,15 @@ class EpisodePlayer:
         """Video and plot of an episode of this player, in the plan's folder; see ``pictures.draw``."""
         from .pictures import draw  # matplotlib and av only where somebody wants pictures
 
-        network = isinstance(self.policy.policy, DreamZeroPolicy)
-        eye = Eye(self.policy.policy) if network else None
+        eye = Eye(self._engine) if isinstance(self._engine, DreamZeroPolicy) else None
         made = [self.call_of(a) for a in calls]
         return draw(self.world, episode, made, Path(self.plan.pictures), self.about["weights"], eye)
+
+    @property
+    def _engine(self) -> Any:
+        """The policy itself, for what never changes in it."""
+        policy = self.policy.policy
+        return getattr(policy, "engine", policy)
 
     def call_of(self, asked: Asked) -> Call:
         """With its predicted video decoded, if it has one."""

@@ -31,10 +31,14 @@ FRAMES = (1, 4, 4, 4, 4, 4)
 
 
 class Shared:
-    """See ``Policy``: that of rollouts, for threads that wait for their answers."""
+    """See ``Policy``: that of rollouts, for threads that wait for their answers.
 
-    def __init__(self, wait: Blocking) -> None:
-        self._wait, self.spec = wait, wait.rollouts.spec
+    Args:
+        engine: the policy itself, which only its owner may call.
+    """
+
+    def __init__(self, wait: Blocking, engine: Policy) -> None:
+        self._wait, self.engine, self.spec = wait, engine, wait.rollouts.spec
 
     def open(self, session_id: str | None = None, *, seed: int | None = None) -> Episode:
         return self._wait(self._wait.rollouts.open(session_id, seed=seed))
@@ -75,6 +79,7 @@ class SideBySide:
         self.plan, self._say = plan, say
         self._stack = contextlib.ExitStack()
         self._policy: Policy | None = None
+        self._engine: Policy | None = None
 
     def __enter__(self) -> SideBySide:
         """The policy is loaded and the first simulator made; raises what kept them from it."""
@@ -85,7 +90,8 @@ class SideBySide:
                 wait = stack.enter_context(Blocking(rollouts))
                 for number in range(self.plan.beside):
                     stack.enter_context(_busy(wait, number))
-                self._policy = Shared(wait)
+                assert self._engine is not None
+                self._policy = Shared(wait, self._engine)
             self._first = stack.enter_context(contextlib.closing(self._player()))
             self._stack = stack.pop_all()
         return self
@@ -95,7 +101,8 @@ class SideBySide:
 
     def _load(self, progress: Callable[[str, float], None]) -> Policy:
         torch.set_num_threads(self.plan.threads)  # of this thread, too
-        return engine_factory(self.plan).policy(progress)
+        self._engine = engine_factory(self.plan).policy(progress)
+        return self._engine
 
     def _player(self) -> EpisodePlayer:
         return EpisodePlayer(self.plan, self._say, policy=self._policy)
