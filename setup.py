@@ -52,6 +52,7 @@ setup(
     maintainer="wam_policy_ros authors",
     maintainer_email="wam-policy-ros@users.noreply.github.com",
     packages=find_packages(exclude=["test", "test.*"]),
+    package_data={NAME: ["weights/*/*", "weights/*/*/*"]},
     python_requires=">=3.11",
     install_requires=["setuptools", "numpy>=1.26", "pyyaml>=6"],
     extras_require={

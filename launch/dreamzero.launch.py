@@ -17,7 +17,7 @@ CONFIG = Path(__file__).parent.parent / "config"
 # argument -> type, description; the parameter of the node has the same name
 OVERRIDES = {
     "backend": (str, "engine: the network in this process; openpi: a policy server; hold: a dry run"),
-    "checkpoint": (str, "folder of the checkpoint"),
+    "checkpoint": (str, "folder of the checkpoint, or the name of one that comes with the package"),
     "tokenizer": (str, "tokenizer.json or its folder, if it is not in the checkpoint"),
     "random_weights": (str, "tiny or 14b: an untrained network instead of a checkpoint"),
     "embodiment": (str, "tag of the robot in the checkpoint's metadata.json"),

@@ -26,7 +26,7 @@ SIMULATOR = {
 }
 POLICY = {
     "backend": (str, "engine: the network in the node's process; openpi: a policy server; hold: none, it stands still"),
-    "checkpoint": (str, "folder of the checkpoint"),
+    "checkpoint": (str, "folder of the checkpoint, or the name of one that comes with the package"),
     "tokenizer": (str, "tokenizer.json or its folder, if it is not in the checkpoint"),
     "random_weights": (str, "tiny or 14b: an untrained network instead of a checkpoint"),
     "device": (str, "torch device, or auto"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import subprocess
 import tomllib
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import wam_policy_ros
+from wam_policy_ros.model.packaged import WEIGHTS, packaged
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
@@ -86,6 +88,15 @@ def test_nothing_of_a_machine_ships() -> None:
         faults += [f"{name}: {host}" for host in re.findall(r"https?://([\w.-]+)", text) if host not in known_hosts]
         faults += [f"{name}: {word}" for word in re.findall(r"--(?:extra-)?index-url|PIP_\w*INDEX\w*", text)]
     assert faults == []
+
+
+def test_packaged_checkpoints_stay_small_and_say_what_they_are() -> None:
+    assert sum(p.stat().st_size for p in WEIGHTS.rglob("*") if p.is_file()) <= 25_000_000
+    for folder in WEIGHTS.glob("*"):
+        assert folder.name in packaged() and folder.name not in ("dreamzero", "droid"), folder
+        assert "toy of DreamZero's architecture" in json.loads((folder / "about.json").read_text())["what"]
+        assert "**not** DreamZero weights" in (folder / "README.md").read_text(encoding="utf-8")
+        assert list(folder.rglob("tokenizer.json")), "no tokenizer need be given"
 
 
 def test_recordings_stay_small() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +17,13 @@ from wam_policy_ros.contract.prompts import NEGATIVE_PROMPT
 from wam_policy_ros.engine.build import build_policy
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.recommended import Recommended, recommended, recommended_of
+from wam_policy_ros.engine.replicas.build import EngineFactory
+from wam_policy_ros.model import packaged as packaged_checkpoints
+from wam_policy_ros.model.checkpoint import read_folder
 from wam_policy_ros.model.dreamzero import DreamZero
+from wam_policy_ros.model.errors import CheckpointFileError
 from wam_policy_ros.model.tokenizer import UMT5Tokenizer
+from wam_policy_ros.tools.main import main
 from wam_policy_ros.train.bundle import PART_BYTES, write_bundle
 from wam_policy_ros.train.export import export
 from wam_policy_ros.train.preset import MUG, PRESETS, TOY
@@ -56,7 +65,40 @@ def test_rows_have_statistics_of_their_own(folder):
     assert metadata["inference"]["execute_steps"] == 8
 
 
+def test_it_is_found_by_its_name_when_it_comes_with_the_package(folder, tmp_path, monkeypatch):
+    shelf = tmp_path / "weights"
+    monkeypatch.setattr(packaged_checkpoints, "WEIGHTS", shelf)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointFileError) as without:
+        read_folder("lifter")
+    assert "packaged" not in str(without.value) and recommended("lifter", "droid") == Recommended()
+    shutil.copytree(folder, shelf / "lifter")
+    assert read_folder("lifter").path == shelf / "lifter"
+    assert recommended("lifter", "droid").execute_steps == 8
+    policy = EngineFactory("droid", checkpoint="lifter", device="cpu").policy(lambda text, share: None)
+    assert not policy.spec.random_weights and policy.spec.weights.startswith(
+        "checkpoint lifter: toy of DreamZero's arch"
+    )
+    assert EngineFactory("droid", checkpoint="lifter").described()["checkpoint"] == str(shelf / "lifter")
+    assert main(["inspect", "lifter"]) == 0
+    with pytest.raises(CheckpointFileError, match=r"packaged checkpoint by its name: lifter"):
+        read_folder("lifters")
+    shutil.copytree(folder, tmp_path / "lifter")  # a folder of one's own comes first
+    assert read_folder("lifter").path == Path("lifter")
+
+
+def test_everything_of_a_packaged_checkpoint_is_installed(folder):
+    text = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
+    (patterns,) = (eval(found) for found in re.findall(r"package_data=\{NAME: (\[.*?\])\}", text))
+    for path in folder.rglob("*"):
+        parts = ("weights", "mug", *path.relative_to(folder).parts)
+        same = [p for p in patterns if p.count("/") == len(parts) - 1 and fnmatch("/".join(parts), p)]
+        assert path.is_dir() or same, path
+
+
 def test_it_is_never_called_dreamzero(folder):
+    about = read_folder(folder).title
+    assert "toy of DreamZero's architecture" in about and "not DreamZero's weights" in about
     card = (folder / "README.md").read_text()
     assert "**not** DreamZero weights" in card and "scripted demonstrations" in card
     assert "dreamzero" not in folder.name
@@ -120,8 +162,6 @@ def test_a_bundle_is_whole_at_any_time(tmp_path, folder):
 
 
 def test_serve_and_node_run_it_as_it_recommends(folder):
-    from wam_policy_ros.engine.replicas.build import EngineFactory
-
     said = lambda text, share: None  # noqa: E731
     policy = EngineFactory("droid", checkpoint=str(folder), device="cpu").policy(said)
     assert policy.spec.details["evaluations"] == "5 of 16" and policy.spec.details["guidance_scale"] == 1.0

@@ -128,7 +128,7 @@ def _build(
                 statistics,
                 tokens,
                 config,
-                weights=f"checkpoint {folder.path.name}",
+                weights=folder.title,
                 weights_hash=known,
                 ranks=ranks,
                 progress=progress,

@@ -22,10 +22,14 @@ from .dreamzero import Convert, DreamZero
 from .errors import CheckpointFileError, ModelConfigError
 from .fp8_layout import MANIFEST, Fp8Manifest, is_fp8_weight, is_scale, scale_shapes
 from .key_maps import PREFIX, checkpoint_name, is_lora, module_name
+from .packaged import located, packaged
 from .shard_reader import Extent, read_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ABOUT = "about.json"
+"""Of a checkpoint folder, optional: its key ``what`` says in one line what the weights are."""
+
 _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 Progress = Callable[[str, float], None]
@@ -66,6 +70,12 @@ class CheckpointFolder:
     conf: str | None
     lost: frozenset[str] = frozenset()
     fp8: Fp8Manifest | None = None
+    about: str = ""
+
+    @property
+    def title(self) -> str:
+        """For people: its name, and what it is when it says so."""
+        return f"checkpoint {self.path.name}" + (f": {self.about}" if self.about else "")
 
     @property
     def config(self) -> DreamZeroConfig:
@@ -109,13 +119,20 @@ class CheckpointFolder:
 def read_folder(path: str | Path) -> CheckpointFolder:
     """Read config, index, metadata and all shard headers.
 
+    Args:
+        path: of the folder, or the name of one that comes with the package.
+
     Raises:
         CheckpointFileError: not a folder, or ``config.json`` is absent or unreadable. Faults of the weight files are
             collected in ``problems``.
     """
-    folder = Path(path).expanduser()
+    folder = located(path)
     if not folder.is_dir():
-        raise CheckpointFileError(f"checkpoint folder not found: {folder}", remedy="give the folder with config.json")
+        names = ", ".join(packaged())
+        packages = f", or a packaged checkpoint by its name: {names}" if names else ""
+        raise CheckpointFileError(
+            f"checkpoint folder not found: {folder}", remedy=f"give the folder with config.json{packages}"
+        )
     config = _read_json(folder / "config.json")
     if config is None:
         raise CheckpointFileError(f"no config.json in {folder}", remedy="give the folder of the published checkpoint")
@@ -138,7 +155,14 @@ def read_folder(path: str | Path) -> CheckpointFolder:
         conf=_read_text(conf),
         lost=lost,
         fp8=fp8,
+        about=_about(_read_json(folder / ABOUT)),
     )
+
+
+def _about(card: dict[str, Any] | None) -> str:
+    """One line of a model card; nothing that is not one."""
+    text = card.get("what") if card is not None else None
+    return " ".join(text.split())[:200] if isinstance(text, str) else ""
 
 
 def load_weights(

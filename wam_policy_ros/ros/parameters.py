@@ -50,7 +50,7 @@ class NodeParameters:
         choices=("engine", "openpi", "hold"),
     )
     embodiment: str = _p("oxe_droid", "embodiment", "tag of the robot in the checkpoint's metadata.json")
-    checkpoint: str = _p("", "checkpoint", "folder of the checkpoint")
+    checkpoint: str = _p("", "checkpoint", "folder of the checkpoint, or the name of one that comes with the package")
     tokenizer: str = _p("", "tokenizer", "tokenizer.json or its folder; empty: look in the checkpoint")
     random_weights: str = _p(
         "",

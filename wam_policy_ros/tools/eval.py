@@ -19,7 +19,7 @@ from .lazy import load
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("which policy")
-    what.add_argument("checkpoint", nargs="?", help="checkpoint folder")
+    what.add_argument("checkpoint", nargs="?", help="checkpoint folder, or a packaged one's name")
     what.add_argument("--random-weights", choices=["tiny"], help="an untrained network instead: not a policy")
     what.add_argument("--control", default="", help="instead, or with it: hold, wrong-seed-replay, expert (no "
                       "checkpoint); blank-cameras (the policy, which sees grey)")  # fmt: skip

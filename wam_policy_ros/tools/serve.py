@@ -42,7 +42,7 @@ SERVER_GRACE_S, OWNER_GRACE_S = 1.2, 0.4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("which policy")
-    what.add_argument("checkpoint", nargs="?", help="checkpoint folder")
+    what.add_argument("checkpoint", nargs="?", help="checkpoint folder, or a packaged one's name")
     what.add_argument("--random-weights", choices=["tiny", "14b"], help="an untrained network instead: not a policy")
     what.add_argument("--fake", choices=["hold"], help="no network: every row repeats the state that was sent")
     what.add_argument("--fake-latency-s", type=float, default=0.0, help="how long a step of the fake takes")

@@ -13,7 +13,7 @@ from wam_policy_ros.contract.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="droid", help="packaged configuration by name (droid) or a YAML file")
-    parser.add_argument("--checkpoint", help="checkpoint folder")
+    parser.add_argument("--checkpoint", help="checkpoint folder, or a packaged one's name")
     parser.add_argument("--random-weights", choices=["tiny", "14b"], help="an untrained network instead: not a policy")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json of umt5-xxl")
     parser.add_argument("--embodiment")

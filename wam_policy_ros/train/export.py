@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import yaml
 
-from wam_policy_ros.model.checkpoint import save_folder
+from wam_policy_ros.model.checkpoint import ABOUT, save_folder
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .preset import Preset
 from .vocabulary import write_tokenizer
 
+WHAT = "toy of DreamZero's architecture, trained on scripted demonstrations in the simulator; not DreamZero's weights"
 CARD = """# {name}: a toy world-action model
 
 These are **not** DreamZero weights. It is a network of DreamZero's architecture at toy size ({millions:.1f} million
@@ -62,6 +63,7 @@ def export(
     (experiment / "metadata.json").write_text(json.dumps(preset.metadata(statistics), indent=1), encoding="utf-8")
     (experiment / "conf.yaml").write_text(yaml.safe_dump(preset.conf_yaml()), encoding="utf-8")
     write_tokenizer(partial / "umt5-xxl")
+    (partial / ABOUT).write_text(json.dumps({"name": preset.name, "what": WHAT}), encoding="utf-8")
     (partial / "README.md").write_text(card(network, preset, about), encoding="utf-8")
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.contract.interface import Policy
+from wam_policy_ros.model.packaged import located
 
 from .policy import Replicas
 
@@ -38,7 +39,7 @@ class EngineFactory:
     def described(self) -> dict[str, Any]:
         """What makes the same policy again, wherever one is; JSON-serialisable."""
         names = ("embodiment", "random_weights", "device", "preset")
-        places = {name: getattr(self, name) for name in ("checkpoint", "tokenizer")}
+        places = {"checkpoint": self.checkpoint and located(self.checkpoint), "tokenizer": self.tokenizer}
         out: dict[str, Any] = {name: getattr(self, name) for name in names}
         out |= {name: str(Path(place).expanduser().resolve()) if place else None for name, place in places.items()}
         return out | {"options": dict(self.options)}
