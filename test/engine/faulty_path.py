@@ -165,8 +165,9 @@ class FaultyPath:
         self.passes("decode")
         self.inner.wait()
 
-    def close(self) -> None:
-        self.inner.close()
+    def __getattr__(self, name: str) -> Any:
+        """What no call comes by."""
+        return getattr(self.inner, name)
 
 
 class _Prompts:
@@ -183,8 +184,8 @@ class _Prompts:
             _poison_keys(prompt.keys)
         return prompt
 
-    def forget(self) -> None:
-        self._path.inner.prompts.forget()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._path.inner.prompts, name)
 
 
 def _poison_keys(keys: Any) -> None:
