@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from test.engine.test_memory import bounded
 from test.engine.tiny_policy import look, make_network, make_policy, same
 from wam_policy_ros.contract.errors import Overloaded, SessionError
 from wam_policy_ros.contract.interface import Forks
 from wam_policy_ros.engine.config import EngineConfig
-from wam_policy_ros.engine.window_slots import SlotPool
 
 PLAIN, FUSED = EngineConfig(evaluations=5), EngineConfig(evaluations=5, step="fused")
 CASES = {
@@ -83,9 +84,9 @@ def test_a_seed_of_its_own(policy):
         policy.close(session)
 
 
-def test_memory_is_taken_and_given_back(policy):
-    if not isinstance(pool := getattr(policy.path, "pool", None), SlotPool):
-        pytest.skip("windows of the fused step lie in slots")
+def test_memory_is_taken_and_given_back():
+    policy = of(FUSED)
+    pool = policy.path.pool
     empty = pool.made - pool.idle
     parent = policy.open()
     untouched = policy.fork(parent)
@@ -132,3 +133,34 @@ def test_frames_ahead_stay_behind():
     assert child.ahead is None and parent.ahead.offered == 4
     assert all(same(policy.infer(s, observations[1]), expected[1]) for s in (child, parent))
     assert parent.ahead.hits == 1
+
+
+@pytest.mark.parametrize("config", [PLAIN, FUSED], ids=["plain", "fused"])
+def test_a_fork_has_a_place_like_every_session(config):
+    policy = bounded(config, 2)
+    parent = policy.open("s")
+    chunk = policy.infer(parent, look(policy.spec, 0))
+    child = policy.fork(parent)
+    for one_more in (policy.open, lambda: policy.fork(parent)):
+        with pytest.raises(Overloaded, match="2 of 2 open"):
+            one_more()
+    assert policy.details["sessions_open"] == 2
+    policy.close(child)
+    assert policy.details["sessions_open"] == 1
+    again = policy.open("s")
+    assert same(policy.infer(again, look(policy.spec, 0)), chunk)
+
+
+def test_a_fork_that_fails_gives_its_place_back(monkeypatch):
+    policy = bounded(FUSED, 2)
+    parent = policy.open()
+    policy.infer(parent, look(policy.spec, 0))
+
+    def none(state):
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy.path, "cloned", none)
+        with pytest.raises(Overloaded, match="fork"):
+            policy.fork(parent)
+    assert policy.details["sessions_open"] == 1 and policy.fork(parent).step == 1

@@ -143,9 +143,10 @@ class Episode(_Held):
         def work(policy: Policy, cancelled: AskCancelled) -> None:
             if seed == self.seed:
                 policy.reset(self._handle)
-            else:  # a session keeps its seed
-                old, self._handle = self._handle, policy.open(self.session_id, seed=seed)
+            else:  # a session keeps its seed; where there is room for no other, there is when this one is closed
+                old, self._handle, self._lost = self._handle, None, "its reset failed"
                 policy.close(old)
+                self._handle, self._lost = policy.open(self.session_id, seed=seed), ""
             self.steps, self.last, self.seed = 0, None, seed
 
         await self._job("a reset", work)

@@ -334,17 +334,19 @@ class DreamZeroPolicy:
         return self.admission.details
 
     def fork(self, session: Session, session_id: str | None = None, *, seed: int | None = None) -> Session:
-        """Another episode at the same point; see ``contract.interface.Forks``. Takes a window as large as the
-        session's. Frames that were encoded ahead are not copied: the call encodes them, with the same bits."""
+        """Another episode at the same point; see ``contract.interface.Forks``. It has a place as every session has.
+        Frames that were encoded ahead are not copied: the call encodes them, with the same bits."""
         session.check(self)
-        with (
-            on_device(self.network.device),
-            no_memory_is_overload("a fork of a session"),
-            torch.inference_mode(),
-            self._determinism.around("fork"),
-        ):
-            window = self.path.cloned(session.window)
-        return session.twin(window, session_id, seed=seed)
+        twin = session.twin(session_id, seed=seed)
+        self.admission.admit(twin)
+        try:
+            with self.running("a fork of a session", "fork"), torch.inference_mode():
+                twin.window = self.path.cloned(session.window)
+        except BaseException:
+            self.admission.leave(twin)
+            raise
+        self.admission.changed()
+        return twin
 
     def reset(self, session: Session) -> None:
         """Forget the episode; the next call is a first call. The session keeps its place."""

@@ -107,14 +107,10 @@ class Session:
         self.window = WindowState()
         self.ahead: ObserveAhead | None = None
 
-    def twin(self, window: WindowState, session_id: str | None = None, *, seed: int | None = None) -> Session:
-        """Another episode at the same point, with the same seed unless one is given.
-
-        Args:
-            window: a copy of this one's.
-        """
+    def twin(self, session_id: str | None = None, *, seed: int | None = None) -> Session:
+        """Another episode at the same point, with the same seed unless one is given. It has no window yet."""
         other = Session(self.owner, self._spec, session_id, seed=self.seed if seed is None else seed)
-        other.step, other.history, other.window = self.step, self.history.copy(), window
+        other.step, other.history = self.step, self.history.copy()
         return other
 
     def close(self) -> None:

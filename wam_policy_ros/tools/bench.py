@@ -17,6 +17,9 @@ class Bench(NamedTuple):
 
 BENCHES: dict[str, Bench] = {
     "step": Bench("bench_suite.step", "time a closed-loop step: stages, ceilings, memory, cold and warm"),
+    "sessions": Bench(
+        "bench_suite.sessions", "1, 2, 4 and 8 sessions of one policy: steps per second, waiting, memory, forks"
+    ),
     "tiers": Bench("bench_suite.tiers", "how far the actions move with fewer evaluations, less guidance, fewer bits"),
     "accuracy": Bench(
         "bench_suite.accuracy", "error of each configuration against float32: per layer, flow and action"
