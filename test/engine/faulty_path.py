@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,24 +59,33 @@ class Device:
             raise ERRORS["sticky"]()
 
 
+@dataclass
+class _Call:
+    """One call: its fault, how often it has passed each point, whether its next evaluation is to be poisoned."""
+
+    fault: Fault | None
+    passed: dict[str, int] = field(default_factory=dict)
+    poison: bool = False
+
+
 class FaultyPath:
-    """See ``StepPath``. Without a fault it does what ``inner`` does, bit for bit.
+    """See ``StepPath``. Without a fault it does what ``inner`` does, bit for bit; whoever asks what it is
+    (``isinstance``) is told what ``inner`` is. Calls may run inside one another, where the outer asks ``cancelled``.
 
     Attributes:
         device: lost with the first ``sticky`` fault; from then on everything fails that would run there.
-        hanging: a call hangs; released: set, it ends.
+        hanging: a call hangs; released: set, it ends; hang_s: as it does by itself after so long, unless that is 0.
         struck: faults that happened.
         choose: asked at the beginning of every call which fault it shall have; by default the one that is armed.
     """
 
     def __init__(self, inner: StepPath, device: Device) -> None:
         self.inner, self.device = inner, device
-        self.hanging, self.released = threading.Event(), threading.Event()
+        self.hanging, self.released, self.hang_s = threading.Event(), threading.Event(), 0.0
         self.struck: list[Fault] = []
         self.armed: Fault | None = None
         self.choose: Callable[[], Fault | None] = self._armed
-        self._fault: Fault | None = None
-        self._passed: dict[str, int] = {}
+        self._call = self._over = _Call(None, {"text": 2})
         self.prompts = _Prompts(self)
 
     def arm(self, fault: Fault) -> None:
@@ -86,27 +95,29 @@ class FaultyPath:
         fault, self.armed = self.armed, None
         return fault
 
-    def begin(self) -> None:
-        """A call. Its first point is the text."""
-        self._passed, self._fault = {}, self.choose()
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self.inner)
 
     def passes(self, point: str) -> bool:
         """Whether what runs here has to be poisoned; raises or hangs when that is the fault."""
+        if point == "text" and self._call.passed.get("text", 0) >= 2:  # the instruction; the negative one was second
+            self._call = _Call(self.choose())
+        call, fault = self._call, self._call.fault
         if self.device.dead:
-            self._passed = {}
+            self._call = self._over
             raise ERRORS["sticky"]()
-        self._passed[point] = self._passed.get(point, 0) + 1
-        fault = self._fault
-        if fault is None or (fault.point, fault.nth) != (point, self._passed[point]):
+        call.passed[point] = call.passed.get(point, 0) + 1
+        if fault is None or (fault.point, fault.nth) != (point, call.passed[point]):
             return False
         self.struck.append(fault)
         if fault.kind == "hang":
             self.hanging.set()
-            assert self.released.wait(60), "nobody released it"
+            assert self.released.wait(self.hang_s or 60) or self.hang_s, "nobody released it"
             return False
         if fault.kind == "nan":
             return True
-        self._passed = {}  # that call is over
+        self._call = self._over
         self.device.dead = fault.kind == "sticky" and self.device.sticks
         raise ERRORS[fault.kind]()
 
@@ -139,23 +150,24 @@ class FaultyPath:
         return self.inner.draw_noise(seed, latents)
 
     def denoise(self, draft: WindowState, noise: Any, proprio: Tensor, **options: Any) -> Denoised:
-        asked, given = options.pop("cancelled"), options.pop("probe")
+        asked, given, call = options.pop("cancelled"), options.pop("probe"), self._call
 
         def cancelled() -> bool:
-            self._poison |= self.passes("evaluate")  # until the next evaluation: the plain path asks at every step
-            return bool(asked is not None and asked())
+            wanted = bool(asked is not None and asked())
+            self._call = call  # another one may have run meanwhile
+            call.poison |= self.passes("evaluate")  # until the next evaluation: the plain path asks at every step
+            return wanted
 
         def probe(name: str, value: Tensor) -> None:
             # What the paths report is what they go on with.
-            if name.endswith("action_flow_cond") and self._poison:
-                self._poison = False
+            if name.endswith("action_flow_cond") and call.poison:
+                call.poison = False
                 value.fill_(float("nan"))
             if name.startswith("after_step") and name.endswith("video") and self.passes("video"):
                 value.fill_(float("nan"))
             if given is not None:
                 given(name, value)
 
-        self._poison = False
         return self.inner.denoise(draft, noise, proprio, cancelled=cancelled, probe=probe, **options)
 
     def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
@@ -176,8 +188,6 @@ class _Prompts:
 
     def __call__(self, ids: Tensor, mask: Tensor) -> Any:
         path = self._path
-        if path._passed.get("text", 2) >= 2:  # the instruction; the negative prompt comes second
-            path.begin()
         poisoned = path.passes("text")
         prompt = path.inner.prompts(ids, mask)
         if poisoned:

@@ -21,7 +21,7 @@ from test.engine.faulty_path import Fault, make_faulty
 from test.engine.tiny_policy import look, make_policy
 from test.serving.harness import KEYS, Client, Served, request, served, wait_for
 from wam_policy_ros.contract.errors import Cancelled, EngineError, Overloaded, WamError
-from wam_policy_ros.contract.policy_thread import Priority
+from wam_policy_ros.contract.policy_thread import OwnerLimits, Priority
 from wam_policy_ros.engine.config import EngineConfig
 
 CONFIG = EngineConfig(evaluations=5, step="fused", deterministic=True)
@@ -30,6 +30,7 @@ FAULTS = (
     Fault("evaluate", "memory", 3), Fault("encode", "library memory"), Fault("evaluate", "nan", 4),
     Fault("prefill", "nan"), Fault("text", "nan", 2), Fault("decode", "kernel"), Fault("text", "undetermined"),
 )  # fmt: skip
+HANG, STUCK_S = Fault("evaluate", "hang", 2), 1.5
 STEPS = 5
 """Of the longest episode."""
 
@@ -81,11 +82,16 @@ class Soak:
 
     Args:
         fault_share: of the policy's calls that fail.
+        hang_share: of those, how many do not end for a while instead.
     """
 
-    def __init__(self, *, seed: int, clients: int = 3, scripts: int = 1, fault_share: float = 0.15) -> None:
+    def __init__(
+        self, *, seed: int, clients: int = 3, scripts: int = 1, fault_share: float = 0.15, hang_share: float = 0.0
+    ) -> None:
+        self.hang_share = hang_share
         self.seed, self.clients, self.scripts, self.fault_share = seed, clients, scripts, fault_share
         self.policy, self.path = make_faulty(CONFIG)
+        self.path.hang_s = 4 * STUCK_S
         self.tally, self._lock, self._until_s = Tally(), threading.Lock(), 0.0
         self.alone = {(c, s): self._episode_alone(c, s) for c in range(clients) for s in range(scripts)}
         self._robot_alone = self._robot_steps()
@@ -110,11 +116,15 @@ class Soak:
         rng = np.random.default_rng(self.seed)
 
         def choose() -> Fault | None:
-            return FAULTS[rng.integers(len(FAULTS))] if rng.random() < self.fault_share else None
+            if rng.random() >= self.fault_share:
+                return None
+            return HANG if rng.random() < self.hang_share else FAULTS[rng.integers(len(FAULTS))]
 
         self.path.choose = choose
         self._until_s = time.monotonic() + seconds
-        with served(self.policy, errors="keep_open", resume_s=60.0, max_sessions=2 * self.clients) as one:
+        limits = OwnerLimits(stuck_after_s=STUCK_S if self.hang_share else 120.0)
+        options = {"errors": "keep_open", "resume_s": 60.0, "max_sessions": 2 * self.clients}
+        with served(self.policy, limits, **options) as one:
             work = [threading.Thread(target=self._guarded, args=(self._client, one, c)) for c in range(self.clients)]
             work.append(threading.Thread(target=self._guarded, args=(self._robot, one)))
             for thread in work:

@@ -18,7 +18,7 @@ SECONDS = float(os.environ.get("WAM_SOAK_S", "3"))
 
 @pytest.mark.timeout(120 + 2 * SECONDS)
 def test_faults_for_a_while_leave_nothing_behind():
-    soak = Soak(seed=1) if SECONDS < 30 else Soak(seed=2, clients=5, scripts=3)
+    soak = Soak(seed=1) if SECONDS < 30 else Soak(seed=2, clients=5, scripts=3, hang_share=0.1)
     soak.run(SECONDS / 3)  # what is made once
     before = Process.now()
     soak.run(SECONDS)
