@@ -50,6 +50,7 @@ class ScriptedPolicy:
         latency_s: time one call takes; slept in small slices so that ``cancelled`` is honoured.
         record: for tests: keep every session in ``sessions`` and every observation in its ``seen``.
         inpainting: the script looks at ``Observation.committed``; without, such an observation is refused.
+        interleaves: see ``Interleaves``; ``latency_s`` is then the step's own time.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class ScriptedPolicy:
         weights: str = "scripted, no network",
         record: bool = False,
         inpainting: bool = False,
+        interleaves: bool = False,
     ) -> None:
+        self.interleaves = interleaves
         self._rows = rows
         self._record = record
         self._latency_s = latency_s
@@ -81,10 +84,13 @@ class ScriptedPolicy:
             raise SessionError("session is closed or belongs to another policy", got=session)
         if observation.committed is not None:
             observation.committed.check_fit(self.spec)
-        start = time.monotonic()
-        while (left := start + self._latency_s - time.monotonic()) > 0:
-            if cancelled is not None and cancelled():
-                raise Cancelled("step cancelled")
+        start, away_s = time.monotonic(), 0.0
+        while (left := start + away_s + self._latency_s - time.monotonic()) > 0:
+            if cancelled is not None:
+                asked = time.monotonic()
+                if cancelled():
+                    raise Cancelled("step cancelled")
+                away_s += time.monotonic() - asked
             time.sleep(min(left, 0.01))
         rows = np.asarray(self._rows(observation, session.step), dtype=np.float64)
         if self._record:
@@ -97,7 +103,7 @@ class ScriptedPolicy:
             session_id=session.session_id,
             step=step,
             reset=ResetReason.FIRST_CALL if step == 0 else None,
-            timings_s={"total": time.monotonic() - start},
+            timings_s={"total": time.monotonic() - start - away_s} | ({"interrupted": away_s} if away_s > 1e-3 else {}),
         )
 
     def fork(self, session: Any, session_id: str | None = None, *, seed: int | None = None) -> FakeSession:

@@ -208,7 +208,8 @@ class ActionChunk:
         session_id: the session that produced it.
         step: 0-based number of the call within its session.
         reset: why the window was started afresh in this call, or None.
-        timings_s: seconds per stage, key ``total`` included.
+        timings_s: seconds per stage, key ``total`` included; ``interrupted``, not part of the total: how long another
+            session's step had the policy meanwhile.
         video: opaque handle to the predicted video of this call; give it to ``Policy.render_video``. None if absent.
         info: anything worth logging (evaluations run, frames taken, ...); JSON-serialisable.
         fingerprint: ``Fingerprint.id`` of the policy that made it; empty when it does not say.
@@ -283,6 +284,25 @@ class Forks(Protocol):
             SessionError: the session is closed or foreign, or cannot be copied.
         """
         ...
+
+
+@runtime_checkable
+class Interleaves(Protocol):
+    """A policy that can say that its steps can be nested.
+
+    Attributes:
+        interleaves: while ``cancelled`` of a step runs, every method may be called for *other* sessions, by the same
+            thread; both steps give what they would have given one after the other. The time spent in ``cancelled`` is
+            not part of the step's ``timings_s`` but their entry ``interrupted``, when it is worth mentioning.
+    """
+
+    @property
+    def interleaves(self) -> bool: ...
+
+
+def interleaves(policy: object) -> bool:
+    """See ``Interleaves``; False for a policy that does not say."""
+    return isinstance(policy, Interleaves) and policy.interleaves
 
 
 @runtime_checkable

@@ -7,23 +7,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 from .errors import Cancelled, Overloaded, WamError
 from .interface import Policy
+from .schedule import Priority, Refusal
 
 T = TypeVar("T")
 AskCancelled = Callable[[], bool]
 Work = Callable[[Policy, AskCancelled], T]
-
-
-class Priority(IntEnum):
-    """Who goes first. Within a priority the lanes take turns."""
-
-    ROBOT = 0
-    CLIENT = 1
-    IDLE = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +25,8 @@ class OwnerLimits:
     Attributes:
         max_queued: jobs of all lanes together that may wait; upkeep is not counted.
         max_per_lane: jobs of one lane that may wait.
-        max_preemptions: a step that the robot interrupted this many times is refused instead of started again.
+        max_preemptions: a step that the robot interrupted this many times is refused instead of started again. Steps of
+            a policy that interleaves are not interrupted, unless the robot needs their memory.
         stuck_after_s: a job that runs longer makes the owner not healthy; 0 switches that off.
     """
 
@@ -51,7 +44,8 @@ class Ticket(Generic[T]):
             added to it run in the owner's thread.
         about: gives the policy's session that the job is about, None for a new one or none.
         submitted_s, started_s, ended_s: ``time.monotonic``; None while it has not happened.
-        preemptions: how often the robot interrupted it.
+        preemptions: how often the robot interrupted it, so that it had to start again.
+        interrupted_s: what of the time since ``started_s`` others had the policy, in between.
     """
 
     def __init__(
@@ -62,18 +56,22 @@ class Ticket(Generic[T]):
         deadline_s: float | None,
         *,
         upkeep: bool,
+        preempts: bool = False,
         about: Callable[[], Any] = lambda: None,
     ) -> None:
         self.lane, self.priority, self.deadline_s, self.upkeep = lane, priority, deadline_s, upkeep
-        self.about = about
+        self.preempts, self.about = preempts, about
         self.future: Future[T] = Future()
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
         self.ended_s: float | None = None
         self.preemptions = 0
+        self.interrupted_s = 0.0
+        self.paused_s: float | None = None  # since when another job runs inside this one
         self.work: Work[T] | None = work
         self.error: WamError | None = None
-        self.preempt = False
+        self.preempt = False  # it has to end, and starts again later
+        self.made_way = False  # another one was told so, for its sake
         self.canceller: Callable[[Ticket[T], WamError], None] | None = None
 
     def cancel(self, error: WamError | None = None) -> None:
@@ -85,6 +83,26 @@ class Ticket(Generic[T]):
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the result. Raises the job's error, or TimeoutError."""
         return self.future.result(timeout_s)
+
+    @property
+    def own_s(self) -> float:
+        """How long it has had the policy since it was started, 0 before."""
+        if self.started_s is None:
+            return 0.0
+        until_s = self.paused_s or self.ended_s or time.monotonic()
+        return until_s - self.started_s - self.interrupted_s
+
+    def begin(self) -> None:
+        """It is started, perhaps again."""
+        self.started_s, self.interrupted_s = time.monotonic(), 0.0
+
+    def pause(self) -> None:
+        """Another job begins inside it; ``resume`` when that has ended."""
+        self.paused_s = time.monotonic()
+
+    def resume(self) -> None:
+        assert self.paused_s is not None
+        self.interrupted_s, self.paused_s = self.interrupted_s + time.monotonic() - self.paused_s, None
 
     def fail(self, error: WamError) -> None:
         """It ends here, without a result."""
@@ -108,21 +126,28 @@ class JobQueue:
     def _lanes(self) -> list[deque[Ticket[Any]]]:
         return [waiting for queue in self._queues.values() for waiting in queue.values()]
 
-    def check_room(self, ticket: Ticket[Any], *, newest_wins: bool) -> None:
-        """Raises Overloaded when the queue is full for it."""
+    def waiting(self, priority: Priority) -> int:
+        """Jobs of one priority, upkeep included."""
+        return sum(len(waiting) for waiting in self._queues[priority].values())
+
+    def refusal(self, ticket: Ticket[Any], *, newest_wins: bool) -> tuple[Refusal, Overloaded] | None:
+        """Why there is no room for it."""
         if ticket.upkeep:
-            return
+            return None
         lane = self._queues[ticket.priority].get(ticket.lane, ())
         mine = 0 if newest_wins else sum(not t.upkeep for t in lane)
         if mine >= self.limits.max_per_lane:
-            raise Overloaded(
+            return Refusal.LANE_FULL, Overloaded(
                 "too many calls of one client wait", got=mine, expected=f"below {self.limits.max_per_lane}"
             )
         if ticket.priority is Priority.ROBOT:
-            return
+            return None
         total = sum(not t.upkeep for waiting in self._lanes() for t in waiting)
         if total >= self.limits.max_queued:
-            raise Overloaded("too many calls wait", got=total, expected=f"below {self.limits.max_queued}")
+            return Refusal.QUEUE_FULL, Overloaded(
+                "too many calls wait", got=total, expected=f"below {self.limits.max_queued}"
+            )
+        return None
 
     def add(self, ticket: Ticket[Any], *, newest_wins: bool) -> list[Ticket[Any]]:
         """Returns what has to give way: with ``newest_wins`` the lane's steps that wait."""
@@ -133,16 +158,17 @@ class JobQueue:
         waiting.append(ticket)
         return dropped
 
-    def fitting(self, fits: Callable[[Ticket[Any]], bool]) -> Ticket[Any] | None:
-        """The job whose turn it is among those that ``fits``; None when there is none."""
-        for queue in self._queues.values():
-            for lane, waiting in queue.items():
-                if lane not in self._busy and fits(waiting[0]):
-                    return waiting[0]
-        return None
+    def heads(self) -> list[Ticket[Any]]:
+        """The first job of every lane, by priority and in the order of the lanes' turns."""
+        return [waiting[0] for waiting in self._lanes()]
+
+    def is_busy(self, lane: Hashable) -> bool:
+        """One of the lane's jobs has begun."""
+        return lane in self._busy
 
     def take(self, ticket: Ticket[Any]) -> None:
         """It begins. The other lanes come before its own lane's next."""
+        assert ticket.lane not in self._busy, "a lane's jobs run one at a time"
         queue = self._queues[ticket.priority]
         waiting = queue.pop(ticket.lane)
         waiting.popleft()

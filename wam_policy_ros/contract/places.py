@@ -6,13 +6,18 @@ Whoever owns such a policy gives every place a thread (``PolicyThread`` does). A
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 from .errors import WamError
-from .interface import Policy
+from .interface import Policy, interleaves
 from .jobs import Ticket
+from .schedule import Priority
+
+SAMPLES, REMEMBERED_S = 32, 30.0
+"""Of how many jobs a place knows how long they took, and for how long."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class PlaceStatus:
         index: from 0.
         trouble: why a call there would probably not succeed; empty when it would.
         sessions: open there.
-        running_s: how long the present call has been running; 0 when there is none.
+        running_s: how long the present call has been running, without what ran inside it; of several the longest; 0
+            when there is none.
         calls, call_s: calls that ended well, and seconds spent in them.
         details: e.g. device, process, restarts; JSON-serialisable.
     """
@@ -74,20 +80,42 @@ def place_of(session_or_policy: object) -> int | None:
 
 
 class PlaceState:
-    """For the owner: one policy, the job that runs there, and how the last ones went."""
+    """For the owner: one policy, the job that runs there, and how the last ones went.
+
+    Attributes:
+        stack: jobs that have begun and not ended, each inside the one before; the last one has the policy.
+        interleaves: see ``interface.Interleaves``.
+    """
 
     def __init__(self, index: int, policy: Policy) -> None:
         self.index, self.policy = index, policy
         self._one_of_several = cast(Place, policy) if place_of(policy) is not None else None
-        self.running: Ticket[Any] | None = None
+        self.stack: list[Ticket[Any]] = []
+        self.interleaves = interleaves(policy)
+        self._took: deque[tuple[float, Priority, float]] = deque(maxlen=SAMPLES)
         self.failures = self.calls = 0
         self.call_s = 0.0
         self.last_error = ""
 
     @property
+    def running(self) -> Ticket[Any] | None:
+        """The job that has the policy."""
+        stack = self.stack
+        return stack[-1] if stack else None
+
+    @property
     def running_s(self) -> float:
-        ticket = self.running
-        return 0.0 if ticket is None or ticket.started_s is None else time.monotonic() - ticket.started_s
+        return max((ticket.own_s for ticket in tuple(self.stack)), default=0.0)
+
+    def took(self, ticket: Ticket[Any]) -> None:
+        """A job has ended well."""
+        self.calls, self.call_s = self.calls + 1, self.call_s + ticket.own_s
+        self._took.append((time.monotonic(), ticket.priority, ticket.own_s))
+
+    def least_s(self, priority: Priority, now_s: float) -> float:
+        """The shortest of the last jobs of a priority; 0: there was none in the last ``REMEMBERED_S``."""
+        recent = [own for at, of, own in self._took if of is priority and now_s - at < REMEMBERED_S]
+        return min(recent, default=0.0)
 
     @property
     def lost(self) -> WamError | None:
@@ -107,8 +135,7 @@ class PlaceState:
     @property
     def load(self) -> int:
         """Sessions, and whoever is about to open one."""
-        ticket = self.running
-        return self.sessions + (ticket is not None and ticket.about() is None)
+        return self.sessions + sum(ticket.about() is None for ticket in self.stack)
 
     def status(self, stuck_after_s: float) -> PlaceStatus:
         details = {} if self._one_of_several is None else self._one_of_several.details

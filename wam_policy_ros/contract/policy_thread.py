@@ -9,61 +9,34 @@ a session's jobs run where the session is. Knows nothing of ROS, of sockets or o
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from .errors import (
-    Cancelled,
-    DeadlineExceeded,
-    EngineError,
-    NotReady,
-    ObservationError,
-    Overloaded,
-    PolicyUnavailable,
-    ReplicaDied,
-    SessionError,
-    Superseded,
-    WamError,
-    bare,
-)
-from .interface import Policy, PolicySpec
-from .jobs import AskCancelled, JobQueue, OwnerLimits, Priority, Ticket, Work
-from .places import Placed, PlaceState, PlaceStatus, place_of
+from .errors import Cancelled, NotReady, PolicyUnavailable, Superseded, WamError
+from .interface import Policy
+from .jobs import AskCancelled, OwnerLimits, Ticket, Work
+from .places import Placed, PlaceState, PlaceStatus
+from .runner import Runner, Traffic
+from .schedule import Priority
+from .status import OwnerStatus, Phase
 from .warm_up import warm_up
 
-__all__ = ["AskCancelled", "OwnerLimits", "OwnerStatus", "Phase", "PolicyThread", "Priority", "Ticket", "Work"]
+__all__ = [
+    "AskCancelled", "OwnerLimits", "OwnerStatus", "Phase", "PolicyThread", "Priority", "Ticket", "Traffic", "Work",
+]  # fmt: skip
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]
 PolicyFactory = Callable[[Progress], Policy]
 Log = Callable[[str, str], None]
 
-CLIENT_FAULTS = (ObservationError, SessionError, Cancelled, Overloaded)
-"""Errors that say nothing about the health of the policy."""
-
-
 WARNING = "warning: "
 """A factory's progress text that begins with this is logged."""
 
-LOOK_S = 0.25
-"""An idle owner asks so often whether its policy is lost, when that can happen to it."""
-
 RELOAD_S = 1.0
 """Pause before a policy that went away while it was loaded or warmed up is loaded again."""
-
-
-class Phase(str, Enum):
-    """Where the owner is."""
-
-    LOADING = "loading"
-    WARMING_UP = "warming up"
-    READY = "ready"
-    FAILED = "failed"
-    STOPPED = "stopped"
 
 
 _FAILED = {
@@ -71,28 +44,6 @@ _FAILED = {
     Phase.WARMING_UP: "the policy failed in its warm-up",
     Phase.READY: "the policy failed",
 }
-
-
-@dataclass(frozen=True)
-class OwnerStatus:
-    """What the owner is doing.
-
-    Attributes:
-        phase: see ``Phase``.
-        message, fraction: progress of the phase; fraction 0 to 1.
-        spec: the policy's spec once it is loaded.
-        warm_up_s: duration of the first and of a later call, measured in the warm-up.
-        failures: jobs in a row that the policy itself failed; 0 after a success.
-        last_error: text of the newest of them, empty after a success.
-    """
-
-    phase: Phase = Phase.LOADING
-    message: str = "not started"
-    fraction: float = 0.0
-    spec: PolicySpec | None = None
-    warm_up_s: tuple[float, ...] = ()
-    failures: int = 0
-    last_error: str = ""
 
 
 class PolicyThread:
@@ -111,15 +62,16 @@ class PolicyThread:
     ) -> None:
         self._factory, self._log, self._warms_up = factory, log, warm_up
         self.limits = limits or OwnerLimits()
-        self._cond = threading.Condition()
-        self._stop = False
-        self._queue = JobQueue(self.limits)
-        self._places: list[PlaceState] = []
+        self._runner = Runner(
+            self.limits,
+            log=log,
+            health=lambda failures, last_error: self._set(failures=failures, last_error=last_error),
+        )
+        self._cond = self._runner.cond
         self._status, self._status_lock = OwnerStatus(), threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         self._farewells: list[Callable[[Policy], None]] = []
         self._yielders: list[Callable[[Policy], bool]] = []
-        self._here = threading.local()
         self._thread = threading.Thread(target=self._run, name="wam_policy_owner", daemon=True)
 
     # -- any thread -------------------------------------------------------------------------------------------------
@@ -165,7 +117,25 @@ class PolicyThread:
     def waiting(self) -> int:
         """Jobs that wait, upkeep included."""
         with self._cond:
-            return len(self._queue)
+            return len(self._runner.queue)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Jobs that were interleaved, restarted and refused so far, and those that wait."""
+        return self._runner.traffic
+
+    def suspended(self, session: object) -> bool:
+        """For ``at_need``: a step of this session has begun and waits until the robot's has ended. Its memory is in
+        use."""
+        return self._runner.suspended(session)
+
+    @property
+    def _stop(self) -> bool:
+        return self._runner.stopping
+
+    @property
+    def _places(self) -> list[PlaceState]:
+        return self._runner.places
 
     @property
     def running_s(self) -> float:
@@ -218,11 +188,14 @@ class PolicyThread:
 
         Args:
             work: called in the owner's thread with the policy and ``cancelled``. It may be started again after it
-                raised ``Cancelled``, so until then it changes nothing.
+                raised ``Cancelled``, so until then it changes nothing. While it asks ``cancelled``, more urgent jobs of
+                other sessions may run.
             lane: whose job it is, e.g. a connection.
-            deadline_s: on ``time.monotonic``; a job that has not ended by then fails with ``DeadlineExceeded``.
+            deadline_s: on ``time.monotonic``; a job that has not ended by then fails with ``DeadlineExceeded``, and one
+                that cannot, judged by the shortest of those before it, is not started.
             newest_wins: the lane's steps that still wait fail with ``Superseded``.
-            preempt: a running step of lower priority is interrupted, put back and started again later.
+            preempt: a running step of lower priority that cannot be interleaved is interrupted, put back and started
+                again later. Where steps can be interleaved, every job of higher priority runs inside a running one.
             upkeep: frees memory: always accepted, never interrupted by ``cancelled`` (which stays False until the
                 owner stops).
             about: gives the policy's session that the job works on, asked when its turn may have come; it runs where
@@ -232,16 +205,12 @@ class PolicyThread:
             NotReady: the policy is not loaded, or the owner has stopped.
             Overloaded: the queue is full.
         """
-        ticket = Ticket(work, lane, priority, deadline_s, upkeep=upkeep, about=about)
-        ticket.canceller = self._cancel
+        ticket = Ticket(work, lane, priority, deadline_s, upkeep=upkeep, preempts=preempt, about=about)
         with self._cond:
             status = self._status
             if self._stop or status.phase is not Phase.READY:
                 raise NotReady("the policy takes no calls", got=f"{status.phase.value}: {status.message}")
-            self._queue.check_room(ticket, newest_wins=newest_wins)
-            dropped = self._queue.add(ticket, newest_wins=newest_wins)
-            if preempt:
-                self._make_way(ticket)
+            dropped = self._runner.add(ticket, newest_wins=newest_wins)
             self._cond.notify_all()
         for old in dropped:
             old.fail(Superseded("a newer observation took this one's place"))
@@ -249,22 +218,16 @@ class PolicyThread:
 
     def idle_for(self, timeout_s: float) -> bool:
         """For a job: wait for somebody else's. False as soon as one is submitted or the owner stops."""
-        place = getattr(self._here, "place", None) or self._places[0]
-
-        def wanted() -> bool:
-            return self._stop or self._queue.fitting(lambda ticket: self._fits(place, ticket)) is not None
-
-        with self._cond:
-            return not self._cond.wait_for(wanted, timeout_s)
+        return self._runner.idle_for(timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
         """Cancel everything and join. False when the thread is still running after ``timeout_s`` (see ``hung``)."""
         with self._cond:
-            self._stop = True
+            self._runner.stopping = True
             self._cond.notify_all()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        self._drain(Cancelled("the policy's owner was stopped"))
+        self._runner.drain(Cancelled("the policy's owner was stopped"))
         return not self.alive
 
     # -- the threads ------------------------------------------------------------------------------------------------
@@ -289,9 +252,9 @@ class PolicyThread:
             self._log("error", f"{_FAILED[self._status.phase]}\n{traceback.format_exc()}")
             self._set(phase=Phase.FAILED, message=f"{type(error).__name__}: {error}")
         finally:
-            self._places = []  # they hold the policy
+            self._runner.places = []  # they hold the policy
             ended = NotReady("the policy's owner has ended", got=self._status.message)
-            self._drain(Cancelled("the policy's owner was stopped") if self._stop else ended)
+            self._runner.drain(Cancelled("the policy's owner was stopped") if self._stop else ended)
 
     def _loaded(self) -> Policy:
         """The policy, warmed up. One that goes away meanwhile is loaded again: it may come back by itself."""
@@ -318,7 +281,7 @@ class PolicyThread:
     def _warm_up(self, policy: Policy) -> None:
         self._set(phase=Phase.WARMING_UP, message="warming up", fraction=0.0, spec=policy.spec)
         parts = list(policy.places) if isinstance(policy, Placed) else [policy]
-        self._places = [PlaceState(index, part) for index, part in enumerate(parts)]
+        self._runner.places = [PlaceState(index, part) for index, part in enumerate(parts)]
         for part in parts if self._warms_up else []:
             took: tuple[float, ...] = ()
             for seconds in warm_up(part, self._progress, lambda: self._stop):
@@ -350,153 +313,16 @@ class PolicyThread:
     def _serve_places(self) -> None:
         """This thread serves the first place. Returns when all of them have ended."""
         others = [
-            threading.Thread(target=self._serve, args=(p,), name=f"wam_policy_owner_{p.index}", daemon=True)
+            threading.Thread(target=self._runner.serve, args=(p,), name=f"wam_policy_owner_{p.index}", daemon=True)
             for p in self._places[1:]
         ]
         for thread in others:
             thread.start()
         try:
-            self._serve(self._places[0])
+            self._runner.serve(self._places[0])
         finally:
             for thread in others:
                 thread.join()
-
-    def _serve(self, place: PlaceState) -> None:
-        self._here.place = place
-        # With several places, which one a new session goes to changes without a word when one of them goes away.
-        pause_s = LOOK_S if hasattr(place.policy, "lost") or len(self._places) > 1 else None
-        while True:
-            with self._cond:
-                while (ticket := self._next(place)) is None and not self._stop and place.lost is None:
-                    self._cond.wait(pause_s)
-                if self._stop:
-                    return
-                lost = place.lost
-                if lost is None and ticket is not None:
-                    self._queue.take(ticket)
-                    place.running = ticket
-            if lost is not None:
-                # Not ready from now on: to leave it may take a while.
-                self._note(place, place.failures + 1, str(lost))
-                raise lost  # nobody's job can succeed again
-            assert ticket is not None
-            try:
-                self._execute(place, ticket)
-            finally:
-                with self._cond:
-                    place.running = None
-                    self._queue.done(ticket)
-                    self._cond.notify_all()
-            del ticket  # what is not needed may not wait here for the next job
-
-    def _next(self, place: PlaceState) -> Ticket[Any] | None:
-        return self._queue.fitting(lambda ticket: self._fits(place, ticket))
-
-    def _fits(self, place: PlaceState, ticket: Ticket[Any]) -> bool:
-        """Whether a job may run at this place."""
-        if len(self._places) == 1:
-            return True
-        session = ticket.about()
-        at = place_of(session)
-        if at is not None:
-            return at == place.index
-        return session is not None or place in self._freest()
-
-    def _freest(self) -> list[PlaceState]:
-        """Where a new session would go. With all of them away: any, which then says why not."""
-        there = [p for p in self._places if not p.away] or self._places
-        least = min(p.load for p in there)
-        return [p for p in there if p.load == least]
-
-    def _make_way(self, ticket: Ticket[Any]) -> None:
-        """Interrupt a running step of lower priority where ``ticket`` could run, unless nothing runs there."""
-        fitting = [p for p in self._places if self._fits(p, ticket)]
-        if any(p.running is None for p in fitting):
-            return
-        lower = [p.running for p in fitting if p.running is not None and p.running.priority > ticket.priority]
-        for running in [r for r in lower if not r.upkeep][:1]:
-            running.preempt = True
-
-    def _execute(self, place: PlaceState, ticket: Ticket[Any]) -> None:
-        if ticket.started_s is None and not ticket.future.set_running_or_notify_cancel():
-            return
-        ticket.started_s = begin_s = time.monotonic()
-        if (early := self._expired(ticket)) is not None:
-            ticket.fail(early)
-            return
-        work = ticket.work
-        assert work is not None
-        try:
-            result = work(place.policy, lambda: self._asked_to_end(ticket))
-        except Cancelled as error:
-            self._interrupted(ticket, bare(error))
-        except Exception as error:
-            self._failed(place, ticket, error)
-        else:
-            ticket.ended_s, ticket.work = time.monotonic(), None
-            if not ticket.upkeep:
-                place.calls, place.call_s = place.calls + 1, place.call_s + ticket.ended_s - begin_s
-                self._note(place, 0, "")
-            ticket.future.set_result(result)
-
-    def _note(self, place: PlaceState, failures: int, last_error: str) -> None:
-        """Health of a place. That of the owner is the best one's."""
-        if not place.failures and not failures:
-            return
-        place.failures, place.last_error = failures, last_error
-        best = min(self._places, key=lambda p: p.failures)
-        self._set(failures=best.failures, last_error=best.last_error)
-
-    def _asked_to_end(self, ticket: Ticket[Any]) -> bool:
-        if ticket.upkeep:
-            return self._stop
-        return self._stop or ticket.preempt or ticket.error is not None or self._expired(ticket) is not None
-
-    @staticmethod
-    def _expired(ticket: Ticket[Any]) -> WamError | None:
-        if ticket.deadline_s is None or (late_s := time.monotonic() - ticket.deadline_s) <= 0:
-            return None
-        return DeadlineExceeded("the deadline of this call has passed", got=f"{late_s * 1e3:.0f} ms late")
-
-    def _interrupted(self, ticket: Ticket[Any], error: WamError) -> None:
-        wanted = ticket.error or self._expired(ticket)
-        if self._stop or wanted is not None or not ticket.preempt:
-            ticket.fail(wanted or error)
-            return
-        ticket.preempt = False
-        ticket.preemptions += 1
-        if ticket.preemptions > self.limits.max_preemptions:
-            ticket.fail(Overloaded("the robot needs the policy", got=f"interrupted {ticket.preemptions} times"))
-            return
-        with self._cond:
-            self._queue.put_back(ticket)
-
-    def _failed(self, place: PlaceState, ticket: Ticket[Any], error: Exception) -> None:
-        if isinstance(error, CLIENT_FAULTS):
-            ticket.fail(bare(error))
-            return
-        if not isinstance(error, PolicyUnavailable):  # its text says it all, and it is said by whoever asked
-            self._log("error", f"the policy raised\n{traceback.format_exc()}")
-        shown = error if isinstance(error, WamError) else EngineError(f"the policy raised {_one_line(error)}")
-        if not isinstance(error, ReplicaDied):  # what takes its place is as good as new, and ``away`` until it is there
-            self._note(place, place.failures + 1, str(shown))
-        ticket.fail(bare(shown))
-
-    # -- the queue --------------------------------------------------------------------------------------------------
-
-    def _cancel(self, ticket: Ticket[Any], error: WamError) -> None:
-        with self._cond:
-            queued = self._queue.remove(ticket)
-            if not queued:
-                ticket.error = ticket.error or error
-        if queued:
-            ticket.fail(error)
-
-    def _drain(self, error: WamError) -> None:
-        with self._cond:
-            left = self._queue.clear()
-        for ticket in left:
-            ticket.fail(error)
 
 
 def _disconnect(policy: Policy) -> None:
@@ -504,7 +330,3 @@ def _disconnect(policy: Policy) -> None:
     leave = getattr(policy, "disconnect", None)
     if leave is not None:
         leave()
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
