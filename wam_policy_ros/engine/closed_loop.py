@@ -14,6 +14,7 @@ from torch import Tensor
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
 
+from .asking import ask
 from .config import EngineConfig
 from .encode import FirstFrame, expand_observation
 from .inpaint import Committed
@@ -94,7 +95,7 @@ def closed_loop_step(
         probe: called with a name and a tensor at every recorded point (for comparisons).
 
     Raises:
-        Cancelled: between two evaluations.
+        Cancelled: before the prefill, or before an evaluation.
         ValueError: a number of frames the algorithm does not define.
     """
     cfg = network.config
@@ -126,6 +127,8 @@ def closed_loop_step(
             draft, latents = path.restarted(state, first, prompt, negative if guided else None, reason), first.latent
         start = 0
     try:
+        # What was launched since the encoders keeps the device busy while the host waits for them.
+        ask(cancelled, network.device, "step cancelled after encoding")
         with timer.stage("prefill"):
             draft = path.prefill(draft, latents, start, probe)
         if reason is not None:

@@ -60,11 +60,14 @@ class Audit(TorchDispatchMode):
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._gpu = device_type == "cuda"
+        self.paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         name = str(func._schema.name).rpartition("::")[2]
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise NotDeterministic(func._schema.name, "draws random numbers without a generator of its own")
@@ -152,6 +155,7 @@ class Determinism:
         self.enabled = enabled
         self._device_type = device.type
         self._seen: set[Hashable] = set()
+        self._audits: list[Audit] = []
 
     def switched(self) -> AbstractContextManager[None]:
         """The switches without an audit: for what prepares and measures."""
@@ -170,6 +174,20 @@ class Determinism:
         with ExitStack() as stack:
             stack.enter_context(switches())
             if kind not in self._seen:
-                stack.enter_context(Audit(self._device_type))
+                audit = stack.enter_context(Audit(self._device_type))
+                self._audits.append(audit)
+                stack.callback(self._audits.remove, audit)
             yield
         self._seen.add(kind)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """For other work in the middle of what is audited: it is looked at on its own account, if at all."""
+        paused = [audit for audit in self._audits if not audit.paused]
+        for audit in paused:
+            audit.paused = True
+        try:
+            yield
+        finally:
+            for audit in paused:
+                audit.paused = False

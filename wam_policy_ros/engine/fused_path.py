@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import Cancelled
 from wam_policy_ros.contract.interface import ResetReason
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.errors import ShapeError
 
 from . import preparing
+from .asking import ask
 from .config import NUM_STEPS, EngineConfig
 from .encode import FirstFrame, Prompt, PromptEncoder
 from .fast_dit import FastDiT
@@ -39,7 +39,7 @@ NOISES = 16
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Fixed addresses the graphs read. Everything is for one session at a time."""
+    """Fixed addresses the graphs read. Everything is for one prefill or evaluation at a time."""
 
     first: Tensor  # latents of a prefill, one frame
     block: Tensor  # latents of a prefill, a whole block
@@ -329,16 +329,19 @@ class FusedPath:
         def run(
             step: int, video: Tensor, action: Tensor, *, with_video: bool, guided: bool
         ) -> tuple[Sequence[Tensor] | None, Tensor]:
-            flows, flow_action = self.evaluate(draft, step, video, action, with_video, 2 if guided else 1)
+            flows, flow_action = self.evaluate(draft, step, video, action, proprio, with_video, 2 if guided else 1)
             return (None if flows is None else flows.split(1)), flow_action
 
-        self._in.state.copy_(proprio)
+        def before(step: int) -> None:
+            where = f"solver step {step} of {NUM_STEPS}"
+            ask(cancelled, self.network.device, "step cancelled between two evaluations", where)
+
         return self.loop.run(
             noise,
             run,
             want_video=want_video,
             committed=committed,
-            before=lambda step: self._check(cancelled, step),
+            before=before,
             probe=probe,
         )
 
@@ -360,18 +363,26 @@ class FusedPath:
     def evaluate_branch(
         self, state: WindowState, step: int, video: Tensor, action: Tensor, proprio: Tensor, *, with_video: bool
     ) -> tuple[Tensor | None, Tensor]:
-        self._in.state.copy_(proprio)
-        return self.evaluate(state, step, video, action, with_video, 1)
+        return self.evaluate(state, step, video, action, proprio, with_video, 1)
 
     def evaluate(
-        self, draft: WindowState, step: int, video: Tensor, action: Tensor, with_video: bool, branches: int
+        self,
+        draft: WindowState,
+        step: int,
+        video: Tensor,
+        action: Tensor,
+        proprio: Tensor,
+        with_video: bool,
+        branches: int,
     ) -> tuple[Tensor | None, Tensor]:
-        """Both flows at the noise level of a solver step; see ``FastDiT.evaluate``."""
+        """Both flows at the noise level of a solver step; see ``FastDiT.evaluate``. Everything it reads is put in its
+        place here: between two evaluations of a step those of another one may run."""
         slot, start, cached, times = draft.slot, draft.current_start_frame, draft.cached, self.dit.times
         assert slot is not None
         inputs = self._in
         inputs.video.copy_(video)
         inputs.action.copy_(action)
+        inputs.state.copy_(proprio)
         inputs.e.copy_(times.e[step])
         inputs.e6.copy_(times.e6[step])
         inputs.action_steps.copy_(times.action_steps[step : step + 1])
@@ -398,12 +409,3 @@ class FusedPath:
         assert flow_action is not None
         # The next replay overwrites both; a flow may be used again in steps without an evaluation.
         return (flows.clone() if flows is not None else None), flow_action.clone()
-
-    def _check(self, cancelled: Callable[[], bool] | None, step: int) -> None:
-        """Before an evaluation. Launches run ahead of the GPU, so the question has to wait for it."""
-        if cancelled is None:
-            return
-        if self.network.device.type == "cuda":
-            torch.cuda.current_stream(self.network.device).synchronize()
-        if cancelled():
-            raise Cancelled("step cancelled between two evaluations", got=f"solver step {step} of {NUM_STEPS}")

@@ -25,6 +25,7 @@ from wam_policy_ros.model.errors import ModelError
 from wam_policy_ros.model.tokenizer import Tokenizer
 
 from .admission import Admission
+from .asking import Asking
 from .closed_loop import StepInputs, StepResult, closed_loop_step
 from .config import EngineConfig
 from .determinism import Determinism
@@ -40,6 +41,7 @@ from .observe_ahead import ObserveAhead, can_encode_ahead
 from .parallel.ranks import Ranks
 from .parallel.split_path import SplitPath
 from .paths import make_path
+from .plain_path import PlainPath
 from .preprocess import stitch_views, to_model_video
 from .sampler import Noise, Probe
 from .session import Session, WindowState
@@ -138,6 +140,12 @@ class DreamZeroPolicy:
             fingerprint=fingerprint_of(network, self.config, embodiment, statistics, tokenizer, weights_hash),
         )
 
+    @property
+    def interleaves(self) -> bool:
+        """See ``contract.interface.Interleaves``. Ranks that share a step would have to change over together."""
+        path = self.path
+        return isinstance(path, FusedPath | PlainPath) and self.config.gpus == 1
+
     # -- contract.interface.Policy ------------------------------------------------------------------------------
 
     def open(self, session_id: str | None = None, *, seed: int | None = None) -> Session:
@@ -173,7 +181,8 @@ class DreamZeroPolicy:
 
         Args:
             observation: raw-size frames and state, see ``Observation``.
-            cancelled: asked between network evaluations.
+            cancelled: asked before the prefill and before every evaluation, when the device has done what was launched.
+                See ``interleaves`` for what it may do.
             noise: starting noise to use instead of the seed's; probe: see ``closed_loop_step``.
 
         Raises:
@@ -190,7 +199,7 @@ class DreamZeroPolicy:
             raise SessionError("not a session of this policy", got=type(session).__name__, remedy="use policy.open()")
         session.check(self)
         kind = ("step", session.step == 0, observation.want_video, observation.committed is not None)
-        with self.running("this step", *kind):
+        with self.running("this step", *kind), session.step_begun():
             return self._infer(session, observation, cancelled, noise, probe)
 
     def _infer(
@@ -202,6 +211,8 @@ class DreamZeroPolicy:
         probe: Probe | None,
     ) -> ActionChunk:
         timer = StageTimer(self.network.device)
+        if cancelled is not None:
+            cancelled = Asking(cancelled, self.network.device, timer, self._determinism.outside)
         with timer.stage("preprocess", host=True):
             history = session.history.copy()
             history.add(observation, borrow=True)

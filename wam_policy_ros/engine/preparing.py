@@ -41,6 +41,7 @@ class _MadeUp:
     prompt: Prompt
     negative: Prompt | None
     noise: Noise
+    proprio: Tensor
 
 
 def prepare(path: FusedPath, progress: Progress) -> None:
@@ -111,7 +112,8 @@ def _made_up(path: FusedPath) -> _MadeUp:
     keys = path.dit.text_keys(first.ys.new_zeros(1, dit.text_len, dit.text_dim), 1)
     prompt = Prompt(torch.zeros(1, dit.text_len, dtype=torch.int64), first.ys, keys)
     negative = prompt if path.pool.layout.branches == 2 else None
-    return _MadeUp(first, clip, prompt, negative, path.draw_noise(path.config.seed, first.latent))
+    proprio = first.ys.new_zeros(1, 1, dit.max_state_dim)
+    return _MadeUp(first, clip, prompt, negative, path.draw_noise(path.config.seed, first.latent), proprio)
 
 
 def _without_encoders(path: FusedPath, like: Tensor) -> tuple[FirstFrame, Tensor]:
@@ -139,5 +141,6 @@ def _walk(path: FusedPath, state: WindowState, made_up: _MadeUp, calls: range, t
         tell(call / len(calls))
         state = replace(path.prefill(state, latents, start, None), current_start_frame=frame)
         for with_video, guided in sorted(path.loop.forms()):
-            path.evaluate(state, 0, made_up.noise.video, made_up.noise.action, with_video, 2 if guided else 1)
+            noise, proprio = made_up.noise, made_up.proprio
+            path.evaluate(state, 0, noise.video, noise.action, proprio, with_video, 2 if guided else 1)
         start, latents = frame, made_up.clip

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import Cancelled
 from wam_policy_ros.model.attention import KV, CrossKV
 from wam_policy_ros.model.dit import DiTOutput
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.exchange import ALONE, Exchange
 from wam_policy_ros.model.rope import Rotary
 
+from .asking import ask
 from .config import NUM_STEPS, EngineConfig
 from .inpaint import Committed, constrained_flow
 from .noise import ACTION, VIDEO, counted_normal
@@ -162,8 +162,7 @@ def denoise(
     guidance = Guidance(config)
     evaluated: list[int] = []
     for i in range(NUM_STEPS):
-        if cancelled is not None and cancelled():
-            raise Cancelled("step cancelled between two evaluations", got=f"solver step {i} of {NUM_STEPS}")
+        ask(cancelled, video.device, "step cancelled between two evaluations", f"solver step {i} of {NUM_STEPS}")
         if flow_video is None or schedule.should_run(i):
             run = branches if config.guides(i) else branches[:1]
             times = times_video[i], times_action[i]

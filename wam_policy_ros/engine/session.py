@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from wam_policy_ros.contract.errors import SessionError
+from wam_policy_ros.contract.errors import SessionBusy, SessionError
 from wam_policy_ros.contract.history import FrameHistory
 from wam_policy_ros.contract.interface import PolicySpec, ResetReason
 from wam_policy_ros.model.attention import KV, CrossKV
@@ -98,7 +100,7 @@ class Session:
         self.owner = owner
         self._spec = spec
         self.clear()
-        self.closed = False
+        self.closed = self.stepping = False
 
     def clear(self) -> None:
         """Back to the moment of opening."""
@@ -117,12 +119,24 @@ class Session:
         self.clear()
         self.closed = True
 
+    @contextmanager
+    def step_begun(self) -> Iterator[None]:
+        """Until it has ended nothing else may be done with the session: what runs between the step's evaluations is
+        about other sessions."""
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
     def check(self, owner: object) -> None:
         """
         Raises:
-            SessionError: closed, or opened by another policy.
+            SessionError: closed, opened by another policy, or in the middle of a step.
         """
         if self.closed:
             raise SessionError("session is closed", got=self.session_id, remedy="open a new one with policy.open()")
         if self.owner is not owner:
             raise SessionError("session belongs to another policy", got=self.session_id)
+        if self.stepping:
+            raise SessionBusy("a step of this session has not ended", got=self.session_id)

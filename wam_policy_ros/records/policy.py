@@ -18,6 +18,7 @@ from wam_policy_ros.contract.interface import (
     Observation,
     Policy,
     PolicySpec,
+    interleaves,
 )
 from wam_policy_ros.contract.places import Placed
 
@@ -86,6 +87,11 @@ class RecordingPolicy:
     def spec(self) -> PolicySpec:
         return self._policy.spec
 
+    @property
+    def interleaves(self) -> bool:
+        """As the policy: events of several calls may be mixed, and say whose they are."""
+        return interleaves(self._policy)
+
     def open(self, session_id: str | None = None, *, seed: int | None = None) -> Any:
         return self._began(OPEN, self._policy.open(session_id, seed=seed), seed=seed)
 
@@ -106,7 +112,8 @@ class RecordingPolicy:
         except BaseException as error:
             self._put(ERROR, session=number, call=call, error=type(error).__name__, text=str(error))
             raise
-        self._recorder.put(of_chunk(chunk, number, call, time.perf_counter() - start_s))
+        took_s = time.perf_counter() - start_s - chunk.timings_s.get("interrupted", 0.0)
+        self._recorder.put(of_chunk(chunk, number, call, took_s))
         return chunk
 
     def reset(self, session: Any) -> None:

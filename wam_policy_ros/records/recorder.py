@@ -15,13 +15,16 @@ from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError
 
-from .events import CHUNK, END, FORMAT, OBSERVATION, START, Event, digest
+from .events import CHUNK, END, ERROR, FORMAT, OBSERVATION, START, Event, digest
 from .files import SUFFIX, EventFile
 
 Log = Callable[[str, str], None]
 
 RETRY_S = 10.0
 """After an error of the disk, so long until another file is tried."""
+
+CALLS_AT_ONCE = 256
+"""More cannot have begun and not ended."""
 
 CLOSE_S = 0.3
 """What ``close`` waits for the queue: it is part of the end of a process, which is short."""
@@ -206,10 +209,14 @@ class Recorder:
     def _sealed(self, event: Event) -> Event:
         """A chunk says of which observation it is, by what that was when it was recorded."""
         if event.topic == OBSERVATION:
-            self._digests = {event.values["call"]: digest(event.arrays, event.values)}
+            self._digests[event.values["call"]] = digest(event.arrays, event.values)
+            while len(self._digests) > CALLS_AT_ONCE:  # of some the end was dropped
+                del self._digests[next(iter(self._digests))]
         elif event.topic == CHUNK:
-            known = self._digests.get(event.values["call"], "")
+            known = self._digests.pop(event.values["call"], "")
             return replace(event, values={**event.values, "observation_digest": known})
+        elif event.topic == ERROR:
+            self._digests.pop(event.values["call"], None)
         return event
 
     def _open_if_need_be(self) -> EventFile:
