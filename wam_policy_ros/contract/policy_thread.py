@@ -97,8 +97,9 @@ class PolicyThread:
         self._yielders = [*self._yielders, yielder]
 
     def make_room(self, policy: Policy) -> bool:
-        """For the robot's job, whose step was ``Overloaded``: True when memory was given up and it may try again."""
-        return any(yielder(policy) for yielder in self._yielders)
+        """For the robot's job, whose step was ``Overloaded``: True when memory was given up and it may try again. False
+        inside a client's step, which is given up before any session is; let the job fail, and it is run again."""
+        return not self._runner.inside and any(yielder(policy) for yielder in self._yielders)
 
     @property
     def status(self) -> OwnerStatus:
@@ -123,11 +124,6 @@ class PolicyThread:
     def traffic(self) -> Traffic:
         """Jobs that were interleaved, restarted and refused so far, and those that wait."""
         return self._runner.traffic
-
-    def suspended(self, session: object) -> bool:
-        """For ``at_need``: a step of this session has begun and waits until the robot's has ended. Its memory is in
-        use."""
-        return self._runner.suspended(session)
 
     @property
     def _stop(self) -> bool:

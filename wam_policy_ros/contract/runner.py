@@ -100,9 +100,11 @@ class Runner:
         ticket.canceller = self._cancel
         return self.queue.add(ticket, newest_wins=newest_wins)
 
-    def suspended(self, session: object) -> bool:
-        """A step of this session has begun, and waits until the job inside it has ended."""
-        return any(ticket.about() is session for place in self.places for ticket in tuple(place.stack)[:-1])
+    @property
+    def inside(self) -> bool:
+        """For a job: it runs inside another one's."""
+        place = getattr(self._here, "place", None)
+        return place is not None and len(place.stack) > 1
 
     def idle_for(self, timeout_s: float) -> bool:
         """See ``PolicyThread.idle_for``."""

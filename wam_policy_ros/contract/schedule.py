@@ -3,11 +3,11 @@
 The rules, the first that applies:
 
 1. A job that cannot meet its deadline any more is refused.
-2. A smaller ``Priority`` goes first; upkeep that has waited for ``UPKEEP_S`` goes before everything, so that memory is
-   freed however busy the robot is.
+2. A smaller ``Priority`` goes first; upkeep that has waited for ``UPKEEP_S`` goes before everything but a robot's step
+   that has begun, so that memory is freed however busy the robot is.
 3. Within a priority the lanes take turns.
-4. While a step runs, only a job of a smaller priority may come in between: inside the step, between two evaluations,
-   where the policy can do that (*nest*), else in its place (*interrupt*: the step starts again later).
+4. While a step runs, only a job of a smaller priority, or such upkeep, may come in between: inside the step, between
+   two evaluations, where the policy can do that (*nest*), else in its place (*interrupt*: the step starts again later).
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def decide(waiting: Sequence[Waiting], running: Running | None, now_s: float) ->
     for i, job in enumerate(waiting):
         if (refusal := hopeless(job, now_s)) is not None:
             return Decision(Do.REFUSE, i, refusal)
-    fit = [i for i, job in enumerate(waiting) if not job.busy and (running is None or _may_come_between(job, running))]
+    free = [i for i, job in enumerate(waiting) if not job.busy]
+    fit = [i for i in free if running is None or _may_come_between(waiting[i], running, now_s)]
     if not fit:
         return WAIT
     best = min(fit, key=lambda i: (_rank(waiting[i], now_s), i))
@@ -125,11 +126,17 @@ def hopeless(job: Waiting, now_s: float) -> Refusal | None:
     return Refusal.NO_TIME if now_s + job.least_s > job.deadline_s else None
 
 
-def _may_come_between(job: Waiting, running: Running) -> bool:
-    if running.upkeep or job.priority >= running.priority:
-        return False
-    return job.submitted_s <= running.asked_s if running.interleaves else job.preempts
+def _may_come_between(job: Waiting, running: Running, now_s: float) -> bool:
+    urgent = job.priority < running.priority
+    if running.upkeep or not running.interleaves:
+        return urgent and job.preempts and not running.upkeep
+    waited = running.priority > Priority.ROBOT and _is_old_upkeep(job, now_s)
+    return (urgent or waited) and job.submitted_s <= running.asked_s
 
 
 def _rank(job: Waiting, now_s: float) -> int:
-    return -1 if job.upkeep and now_s - job.submitted_s >= UPKEEP_S else job.priority
+    return -1 if _is_old_upkeep(job, now_s) else job.priority
+
+
+def _is_old_upkeep(job: Waiting, now_s: float) -> bool:
+    return job.upkeep and now_s - job.submitted_s >= UPKEEP_S

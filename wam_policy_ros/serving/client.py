@@ -159,8 +159,12 @@ class RemotePolicy:
             raise
         total_s = time.monotonic() - start_s
         session.history, step, session.step = history, session.step, session.step + 1
-        timings = {"total": total_s, "pack": sent_s - start_s}
         timing = _timing(rest)
+        interrupted_s = timing.get("interrupted_ms", 0.0) / 1e3
+        total_s -= interrupted_s
+        timings = {"total": total_s, "pack": sent_s - start_s}
+        if interrupted_s:
+            timings["interrupted"] = interrupted_s
         if (server_ms := timing.get("infer_ms")) is not None:
             timings |= {"server": server_ms / 1e3, "wire": total_s - timings["pack"] - server_ms / 1e3}
         reason = _reset_reason(step, observation.prompt != session.prompt, bool(timing.get("history_reset")))

@@ -434,7 +434,7 @@ class Connection:
     def _report(self, item: Item, session: ServedSession, answered: Answered) -> None:
         metrics, ticket, chunk = self._server.metrics, item.ticket, answered.chunk
         assert ticket is not None and ticket.started_s is not None
-        metrics.infer_s.observe(answered.infer_s)
+        metrics.infer_s.observe(answered.infer_s - ticket.interrupted_s)
         metrics.queue_s.observe(ticket.started_s - ticket.submitted_s)
         if chunk.reset is not None and chunk.step:
             self._server.log(

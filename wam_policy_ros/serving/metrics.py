@@ -10,6 +10,8 @@ from prometheus_client.registry import Collector
 
 from wam_policy_ros.contract.interface import PolicySpec
 from wam_policy_ros.contract.places import PlaceStatus
+from wam_policy_ros.contract.policy_thread import Traffic
+from wam_policy_ros.contract.schedule import Priority, Refusal
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60)
@@ -19,7 +21,7 @@ class Metrics:
     """Counters, gauges and histograms of one server. Gauges are read when somebody asks.
 
     Args:
-        ready, connections, sessions, waiting, places: functions that give the present value.
+        ready, connections, sessions, waiting, places, traffic: functions that give the present value.
         more: name -> meaning and value, of what runs beside the server.
     """
 
@@ -31,6 +33,7 @@ class Metrics:
         sessions: Callable[[], float],
         waiting: Callable[[], float],
         places: Callable[[], Sequence[PlaceStatus]] = lambda: (),
+        traffic: Callable[[], Traffic] = Traffic,
         more: Mapping[str, tuple[str, Callable[[], float]]] = {},
     ) -> None:
         self._registry = registry = CollectorRegistry()
@@ -60,6 +63,7 @@ class Metrics:
         ):
             Gauge(name, text, registry=registry).set_function(value)
         registry.register(_Replicas(places))
+        registry.register(_Jobs(traffic))
 
     def tell(self, spec: PolicySpec) -> None:
         """Whose answers these are; once the policy is loaded."""
@@ -103,3 +107,30 @@ class _Replicas(Collector):
             seconds.add_metric(label, place.call_s)
             restarts.add_metric(label, float(place.details.get("restarts", 0)))
         return (up, sessions, running, calls, seconds, restarts)
+
+
+class _Jobs(Collector):
+    """What became of the jobs of the policy, the robot's included."""
+
+    def __init__(self, traffic: Callable[[], Traffic]) -> None:
+        self._traffic = traffic
+
+    def collect(self) -> Iterable[Metric]:
+        interleaved = CounterMetricFamily(
+            "wam_openpi_jobs_interleaved", "Jobs of the robot that ran inside a client's step, which then went on"
+        )
+        restarted = CounterMetricFamily(
+            "wam_openpi_jobs_restarted", "Steps that the robot interrupted, so that they had to start again"
+        )
+        refused = CounterMetricFamily(
+            "wam_openpi_jobs_refused", "Jobs that were not run, or not again", labels=["reason"]
+        )
+        waiting = GaugeMetricFamily("wam_openpi_jobs_waiting", "Jobs in the policy's queue", labels=["priority"])
+        traffic = self._traffic()
+        interleaved.add_metric([], traffic.interleaved)
+        restarted.add_metric([], traffic.restarted)
+        for reason in Refusal:
+            refused.add_metric([reason.value], traffic.refused.get(reason, 0))
+        for priority in Priority:
+            waiting.add_metric([priority.name.lower()], traffic.waiting.get(priority, 0))
+        return (interleaved, restarted, refused, waiting)

@@ -78,6 +78,7 @@ class OpenPIServer:
             sessions=lambda: len(self.table),
             waiting=lambda: owner.waiting,
             places=lambda: owner.places,
+            traffic=lambda: owner.traffic,
             more=gauges,
         )
         self.reader: RequestReader | None = None

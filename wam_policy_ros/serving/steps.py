@@ -19,7 +19,7 @@ from .wire import InferRequest
 
 @dataclass(frozen=True)
 class Answered:
-    """What a step gives: the message to send, timings aside, and how long the policy took."""
+    """What a step gives: the message to send, timings aside, and how long it took, whatever ran inside it included."""
 
     chunk: ActionChunk
     message: Any
@@ -108,10 +108,12 @@ def with_timings(
     extras: bool = False,
 ) -> dict[str, Any]:
     """The reply map with its timings: numbers only, in the order that clients read them (OpenPI spec 0.12, 1.6); with
-    ``extras`` the chunk's fingerprint behind them."""
+    ``extras`` the chunk's fingerprint behind them. ``interrupted_ms`` is there when the robot's step ran inside this
+    one, and is in neither ``infer_ms``."""
     chunk = answered.chunk
     assert ticket.started_s is not None
-    server_timing = {"infer_ms": answered.infer_s * 1e3}
+    infer_s = answered.infer_s - ticket.interrupted_s
+    server_timing = {"infer_ms": infer_s * 1e3}
     if previous_total_ms is not None:
         server_timing["prev_total_ms"] = previous_total_ms
     server_timing |= {
@@ -120,8 +122,10 @@ def with_timings(
         "session_step": float(session_step),
         "history_reset": float(chunk.reset is not None),
     }
+    if ticket.interrupted_s:
+        server_timing["interrupted_ms"] = ticket.interrupted_s * 1e3
     stages = {f"{name}_ms": seconds * 1e3 for name, seconds in chunk.timings_s.items() if name != "total"}
-    total_s = chunk.timings_s.get("total", answered.infer_s)
+    total_s = chunk.timings_s.get("total", infer_s)
     policy_timing = {"infer_ms": total_s * 1e3} | stages
     told = {"fingerprint": chunk.fingerprint} if extras and chunk.fingerprint else {}
     return dict(answered.message) | {"policy_timing": policy_timing, "server_timing": server_timing} | told
