@@ -128,6 +128,18 @@ def test_predicted_video_is_written(tmp_path: Path) -> None:
     assert np.ptp(frames[-1]) > 30, "not a uniform picture"
 
 
+def test_search_with_forks() -> None:
+    pytest.importorskip("torch")
+    words = ("--network", "tiny", "--chunks", "2", "--tries", "2", "--device", "cpu")
+    done = run("06_search_with_forks.py", *words)
+    assert done.returncode == 0, done.stderr
+    calls = [line.split() for line in done.stdout.splitlines() if line.startswith("call ")]
+    for call, line in enumerate(calls):
+        costs, seed = [float(x) for x in line[3:5]], int(line[-1])
+        assert costs[0] != costs[1] and seed == 2 * call + costs.index(min(costs))
+    assert len(calls) == 2 and "1 session is open, of 5 that were" in done.stdout
+
+
 def test_the_rollouts_of_the_documentation() -> None:
     pytest.importorskip("torch")
     page = (EXAMPLES.parent / "docs" / "sessions.md").read_text(encoding="utf-8")
@@ -147,6 +159,7 @@ def test_the_rollouts_of_the_documentation() -> None:
         ("03_droid_eval_isaac_lab.py", ("--stand-in",), "websockets", "serve"),
         ("04_save_predicted_video.py", ("--network", "tiny"), "av", "demo"),
         ("04_save_predicted_video.py", ("--network", "tiny"), "torch", "engine"),
+        ("06_search_with_forks.py", ("--network", "tiny"), "torch", "engine"),
     ],
 )
 def test_what_is_not_installed_is_named_with_its_extra(
