@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wam_policy_ros.contract.errors import Cancelled, ConfigError, EngineError, InvalidState, PolicyLost
+from wam_policy_ros.contract.errors import Cancelled, ConfigError, EngineError, InvalidState, Overloaded, PolicyLost
 from wam_policy_ros.contract.fakes import ScriptedPolicy
 
 
@@ -55,6 +55,40 @@ class Sleeper(ScriptedPolicy):
 def sleeper(index: int, progress: Any) -> Sleeper:
     progress("making a sleeper", 0.5)
     return Sleeper(index)
+
+
+class Bounded(Sleeper):
+    """Has memory for so many sessions. ``most``: that were open at a time."""
+
+    def __init__(self, index: int = 0, places: int = 2) -> None:
+        super().__init__(index)
+        told = {"sessions_capacity": places, "memory": f"this GPU holds {places} sessions"}
+        self.spec = replace(self.spec, details={**self.spec.details, **told})
+        self._places, self._held, self.most = places, {}, 0
+
+    @property
+    def details(self) -> dict[str, Any]:
+        held = len(self._held)
+        return {"sessions_capacity": self._places, "sessions_open": held, "memory_bytes": {"windows": 100 * held}}
+
+    def open(self, session_id: str | None = None, *, seed: int | None = None) -> Any:
+        if len(self._held) == self._places:
+            raise Overloaded("this GPU has memory for no other session", got=f"{self._places} open", remedy="close one")
+        session = super().open(session_id, seed=seed)
+        self._held[id(session)] = session
+        self.most = max(self.most, len(self._held))
+        return session
+
+    def close(self, session: Any) -> None:
+        super().close(session)
+        self._held.pop(id(session), None)
+
+    def reserve(self) -> Any:
+        return self.open("reserved")
+
+
+def bounded(index: int, progress: Any) -> Bounded:
+    return Bounded(index)
 
 
 def slow(index: int, progress: Any) -> Sleeper:

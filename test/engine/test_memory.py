@@ -242,6 +242,20 @@ def test_a_window_that_cannot_be_made_is_refused_at_once(monkeypatch):
     assert policy.details["sessions_open"] == 0 and len([policy.open() for _ in range(2)]) == 2
 
 
+def test_a_fork_takes_a_place():
+    policy = bounded(FUSED, 2)
+    session = policy.open()
+    policy.infer(session, look(policy.spec, 0))
+    twin = policy.fork(session)
+    features = session.window.clip_features.nbytes  # never written, so both have the same
+    with pytest.raises(Overloaded, match="2 of 2 open"):
+        policy.fork(session)
+    assert policy.details["memory_bytes"]["windows"] == 2 * window_bytes(policy.path) - features
+    policy.close(session)
+    again = policy.fork(twin)
+    assert same(policy.infer(twin, look(policy.spec, 1, frames=4)), policy.infer(again, look(policy.spec, 1, frames=4)))
+
+
 def test_a_reserved_place_is_nobody_elses():
     policy = bounded(FUSED, 2)
     seat, client = policy.reserve(), policy.open()

@@ -31,7 +31,7 @@ class PlaceStatus:
         running_s: how long the present call has been running, without what ran inside it; of several the longest; 0
             when there is none.
         calls, call_s: calls that ended well, and seconds spent in them.
-        details: e.g. device, process, restarts; JSON-serialisable.
+        details: e.g. device, process, restarts, memory; JSON-serialisable.
     """
 
     index: int
@@ -138,7 +138,7 @@ class PlaceState:
         return self.sessions + sum(ticket.about() is None for ticket in self.stack)
 
     def status(self, stuck_after_s: float) -> PlaceStatus:
-        details = {} if self._one_of_several is None else self._one_of_several.details
+        details: dict[str, Any] = getattr(self.policy, "details", {})
         trouble = self.trouble(stuck_after_s)
         return PlaceStatus(self.index, trouble, self.sessions, self.running_s, self.calls, self.call_s, details)
 

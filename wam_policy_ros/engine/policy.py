@@ -159,11 +159,6 @@ class DreamZeroPolicy:
         self.admission.admit(session)
         return session
 
-    def admit(self, session: Session) -> None:
-        """For a session that was made elsewhere, a copy for one: see ``open``."""
-        session.check(self)
-        self.admission.admit(session)
-
     def reserve(self) -> Session | None:
         """A place for a session that is opened later; see ``contract.interface.Reserves``."""
         return self.open("reserved") if self.admission.bounded else None

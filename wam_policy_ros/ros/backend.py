@@ -70,6 +70,7 @@ def _engine_factory(params: NodeParameters) -> EngineFactory:
         "dtype": params.engine_dtype,
         "deterministic": params.engine_deterministic,
         "gpus": params.engine_gpus,
+        "memory_budget_gib": params.engine_memory_budget_gib,
     }
     asked = {"evaluations": params.engine_evaluations, "guidance_scale": params.engine_guidance_scale}
     options |= {k: v for k, v in asked.items() if v}  # 0: as the checkpoint recommends
@@ -213,7 +214,7 @@ def make_server(
         if (shown := levels.get(level, level)) is not None:
             log(shown, f"openpi: {line}")
 
-    return OpenPIServer(config, owner, log=say, gauges=recorder.gauges() if recorder else {})
+    return OpenPIServer(config, owner, log=say, gauges=recorder.gauges() if recorder else {}, reserved=1)
 
 
 def _dialects(params: NodeParameters) -> tuple[str, dict[int, str]]:

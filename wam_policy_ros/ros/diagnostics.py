@@ -54,6 +54,7 @@ def _policy(state: State) -> Status:
         "weights": str(spec.get("weights", "")),
         "fingerprint": str((spec.get("fingerprint") or {}).get("id", "")),
         "weights hash": str((spec.get("details") or {}).get("weights_hash") or ""),
+        "memory": str((spec.get("details") or {}).get("memory") or ""),
         "embodiment": str(spec.get("embodiment", "")),
         "session": str(state.get("session", "")),
         "step": str(state.get("step", "")),

@@ -133,6 +133,14 @@ class NodeParameters:
         low=1,
         high=64,
     )
+    engine_memory_budget_gib: float = _p(
+        0.0,
+        "engine.memory_budget_gib",
+        "what the policy may take on its device: decides how many sessions there are room for; 0: what a GPU has",
+        unit="GiB",
+        low=0.0,
+        high=4096.0,
+    )
     engine_deterministic: bool = _p(
         False,
         "engine.deterministic",

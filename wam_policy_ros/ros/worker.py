@@ -13,6 +13,7 @@ from typing import Any
 
 from wam_policy_ros.contract.errors import Cancelled, EngineError, NotReady, Overloaded, Superseded, WamError
 from wam_policy_ros.contract.interface import ActionChunk, EncodesAhead, Observation, Policy
+from wam_policy_ros.contract.places import place_of
 from wam_policy_ros.contract.policy_thread import (
     AskCancelled,
     Log,
@@ -114,7 +115,8 @@ class InferenceWorker:
     ) -> None:
         self.owner = PolicyThread(factory, log=log, limits=limits)
         self.owner.subscribe(notify)
-        self.owner.at_end(self._close_episode)
+        self.owner.subscribe(self._reserve_when_ready)
+        self.owner.at_end(self._leave)
         self._notify, self._log = notify, log
         self._after_step, self._after_step_wanted = after_step, after_step_wanted
         self._video_wanted = video_wanted
@@ -124,6 +126,8 @@ class InferenceWorker:
         self._generation = 0
         self._mailbox: Result | None = None
         self._episode: _Episode | None = None
+        self._seat: Any = None  # the robot's place at the policy, while no episode holds it
+        self._reserves = False
         self.superseded = self.after_step_skipped = 0
         self._after_step_due_s = 0.0
 
@@ -183,9 +187,12 @@ class InferenceWorker:
             )
 
     def _where(self) -> Any:
-        """The robot's session at the policy."""
-        episode = self._episode
-        return None if episode is None else episode.session
+        """The robot's session at the policy, or its place there, unless that is where no call succeeds now."""
+        if (episode := self._episode) is not None:
+            return episode.session
+        seat = self._seat
+        troubled = {place.index for place in self.owner.places if place.trouble}
+        return None if place_of(seat) in troubled else seat
 
     def _observe(self, policy: Policy, generation: int, foreseen: Foreseen, cancelled: AskCancelled) -> None:
         episode = self._episode
@@ -218,7 +225,7 @@ class InferenceWorker:
             raise Cancelled("a new session has begun")
         if self._episode is None or self._episode.generation != generation:
             self._close_episode(policy)
-            self._episode = _Episode(policy.open(request.session_id), generation)
+            self._episode = _Episode(self._opened(policy, request.session_id), generation)
         episode = self._episode
         observation = request.observation.materialise(policy.spec.cameras, first_call=episode.calls == 0)
         observation = replace(observation, want_video=self._video_wanted())
@@ -237,6 +244,50 @@ class InferenceWorker:
         episode.calls += 1
         return chunk, observation, started_s, time.monotonic()
 
+    def _opened(self, policy: Policy, session_id: str) -> Any:
+        """In the robot's place."""
+        self._give_up_seat(policy)
+        while True:
+            try:
+                return policy.open(session_id)
+            except Overloaded:  # a place that was lost with its process, and clients have the others
+                if not self.owner.make_room(policy):
+                    raise
+
+    def _reserve_when_ready(self) -> None:
+        """A listener of the owner: before any client can, the robot takes its place."""
+        status = self.owner.status
+        if status.phase is not Phase.READY or status.spec is None or self._reserves:
+            return
+        self._reserves = True
+        if (memory := status.spec.details.get("memory")) is not None:
+            self._log("info", str(memory))
+        if status.spec.details.get("sessions_capacity") is not None:
+            with suppress(NotReady):
+                self.owner.submit(
+                    lambda policy, cancelled: self._reserve(policy), lane=LANE, priority=Priority.ROBOT, upkeep=True
+                )
+
+    def _reserve(self, policy: Policy) -> None:
+        """Keep the robot's place while it has no session: clients may have all others."""
+        reserve = getattr(policy, "reserve", None)  # not by protocol: one that is recorded has it from the one inside
+        if reserve is not None and self._reserves and self._seat is None and self._episode is None:
+            try:
+                self._seat = reserve()
+            except WamError as error:
+                self._log("warn", f"no place is kept for the robot's next session: {error}")
+
+    def _give_up_seat(self, policy: Policy) -> None:
+        seat, self._seat = self._seat, None
+        if seat is not None:
+            policy.close(seat)
+
+    def _leave(self, policy: Policy) -> None:
+        """No more calls will be made."""
+        self._reserves = False
+        self._close_episode(policy)
+        self._give_up_seat(policy)
+
     def _close_old(self, policy: Policy, cancelled: AskCancelled) -> None:
         if self._episode is not None and self._episode.generation != self._generation:
             self._close_episode(policy)
@@ -245,6 +296,7 @@ class InferenceWorker:
         if self._episode is not None:
             session, self._episode = self._episode.session, None
             policy.close(session)
+            self._reserve(policy)
 
     def _guarded(self, step: Callable[..., None], *args: Any) -> None:
         """A callback of a future must not raise: nobody would see it."""

@@ -98,6 +98,13 @@ class _Replicas(Collector):
         calls = CounterMetricFamily("wam_openpi_replica_calls", "Calls that ended well", labels=["replica"])
         seconds = CounterMetricFamily("wam_openpi_replica_call_seconds", "Spent in them", labels=["replica"])
         restarts = CounterMetricFamily("wam_openpi_replica_restarts", "Of its process", labels=["replica"])
+        capacity = GaugeMetricFamily("wam_openpi_sessions_capacity", "That memory has room for", labels=["replica"])
+        held = GaugeMetricFamily(
+            "wam_openpi_sessions_open", "At the policy, the robot's place included", labels=["replica"]
+        )
+        memory = GaugeMetricFamily(
+            "wam_openpi_memory_bytes", "On the device by what it is for; host: pinned", labels=["replica", "of"]
+        )
         for place in self._places():
             label = [str(place.index)]
             up.add_metric(label, float(not place.trouble))
@@ -106,7 +113,13 @@ class _Replicas(Collector):
             calls.add_metric(label, place.calls)
             seconds.add_metric(label, place.call_s)
             restarts.add_metric(label, float(place.details.get("restarts", 0)))
-        return (up, sessions, running, calls, seconds, restarts)
+            if (most := place.details.get("sessions_capacity")) is not None:
+                capacity.add_metric(label, most)
+            if (count := place.details.get("sessions_open")) is not None:
+                held.add_metric(label, count)
+            for noun, nbytes in place.details.get("memory_bytes", {}).items():
+                memory.add_metric([*label, noun], nbytes)
+        return (up, sessions, running, calls, seconds, restarts, capacity, held, memory)
 
 
 class _Jobs(Collector):

@@ -52,6 +52,7 @@ class OpenPIServer:
         log: called from the server's thread with a level (``info``, ``warning``, ``error``) and text, one line
             unless a bug shows its traceback.
         gauges: for ``/metrics``, see ``Metrics``.
+        reserved: sessions that the policy has memory for and that are not for clients: the robot's.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class OpenPIServer:
         *,
         log: Log,
         gauges: Mapping[str, tuple[str, Callable[[], float]]] = {},
+        reserved: int = 0,
     ) -> None:
+        self._reserved = reserved
         self.config, self.owner, self.log = config, owner, ServerLog(log)
         self.table = SessionTable(
             max_sessions=config.max_sessions, idle_s=config.session_idle_s, resume_s=config.resume_s
@@ -206,6 +209,7 @@ class OpenPIServer:
         if status.phase is Phase.READY and not self.ready.is_set() and status.spec is not None:
             self.reader = RequestReader(status.spec, self.config.wire)
             self.metrics.tell(status.spec)
+            self._bound_sessions(status.spec)
             self.ready.set()
             try:
                 self._check(status.spec)
@@ -216,6 +220,12 @@ class OpenPIServer:
                 self.log("info", "Application startup complete")
         for connection in list(self.connections):
             connection.wake()
+
+    def _bound_sessions(self, spec: PolicySpec) -> None:
+        capacity = spec.details.get("sessions_capacity")
+        if isinstance(capacity, int):
+            whose = f", {self._reserved} of them the robot's" if self._reserved else ""
+            self.table.room = max(0, capacity - self._reserved), f"there is memory for {capacity} session(s){whose}"
 
     def _check(self, spec: PolicySpec) -> None:
         for name in (self.config.dialect, *self.config.ports.values()):

@@ -57,6 +57,9 @@ class SessionTable:
         idle_s: a connected client's session that was not used for this long ends; 0: never.
         resume_s: how long a session waits for its client after the connection broke.
         clock: for tests.
+
+    Attributes:
+        room: sessions that the policy has memory for, in words and number; None: any number.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class SessionTable:
         self._sessions: dict[str, ServedSession] = {}
         self._lost: OrderedDict[str, str] = OrderedDict()
         self._numbers = itertools.count()
+        self.room: tuple[int, str] | None = None
         self.freeing = 0  # no longer in the table, but their memory is still held
 
     def __len__(self) -> int:
@@ -111,17 +115,24 @@ class SessionTable:
         session.used_s = self._clock()
         return session
 
+    @property
+    def limit(self) -> int:
+        return self.max_sessions if self.room is None else min(self.max_sessions, self.room[0])
+
     def _check_room(self) -> None:
-        if len(self._sessions) + self.freeing < self.max_sessions:
+        if len(self._sessions) + self.freeing < self.limit:
             return
+        memory = self.room is not None and self.limit < self.max_sessions
         now = self._clock()
         left = [self.resume_s - (now - s.left_s) for s in self._sessions.values() if s.left_s is not None]
         wait_s = max(min(left, default=0.0), 0.0)
         waiting = f", {len(left)} of them wait for a lost client, the first for {wait_s:.0f} s more"
         raise Overloaded(
             "there is no room for another session",
-            got=f"{len(self._sessions)} of {self.max_sessions} in use{waiting if left else ''}",
-            remedy="reset or disconnect what is no longer needed, try again later, or raise max_sessions",
+            got=f"{len(self._sessions)} of {self.limit} in use{waiting if left else ''}"
+            + (f"; {self.room[1]}" if self.room is not None and memory else ""),
+            remedy="reset or disconnect what is no longer needed, try again later, or "
+            + ("serve a preset whose windows take less memory" if memory else "raise max_sessions"),
         )
 
     def made_room(self, count: int) -> None:

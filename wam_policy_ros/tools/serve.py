@@ -286,6 +286,9 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
         progress.update(owner.status)
         if owner.status.phase is Phase.READY and not quiet:
             quiet.append(True)
+            spec = owner.status.spec
+            if spec is not None and (memory := spec.details.get("memory")) is not None:
+                say("info", str(memory))
             quiet_process()
         if owner.status.phase is Phase.FAILED:
             woken.put(None)

@@ -77,6 +77,13 @@ class Replicas:
             progress(f"{WARNING}the replicas have different fingerprints: their bits may differ", 1.0)
         devices = ", ".join(str(spec.details.get("device", "")) for spec in specs)
         details = {**first.details, "replicas": len(specs), "device": devices}
+        # Sessions go where there are the fewest, so the smallest is full first.
+        each = [
+            spec.details["sessions_capacity"] for spec in specs if spec.details.get("sessions_capacity") is not None
+        ]
+        if each:
+            details["sessions_capacity"] = len(specs) * min(each)
+            details["memory"] = f"each of {len(specs)} replicas: {first.details['memory']}"
         return replace(first, details=details, fingerprint=first.fingerprint if alike else None)
 
     def _tell(self, place: int, text: str, fraction: float) -> None:

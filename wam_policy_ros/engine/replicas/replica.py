@@ -141,6 +141,7 @@ class Replica:
         self._starting: _Life | None = None
         self._lives = self._open = self._failures = 0
         self._trouble = "starting"
+        self._said: dict[str, Any] = {}  # of its memory
         self._spec: PolicySpec | None = None
         self.failed: WamError | None = None  # it never came about
         self._ready, self._ending = threading.Event(), threading.Event()
@@ -185,6 +186,7 @@ class Replica:
             "pid": None if life is None else life.process.pid,
             "restarts": max(0, self._lives - 1),
             "device": None if spec is None else spec.details.get("device"),
+            **({} if life is None else self._said),
         }
 
     # -- contract.interface.Policy ----------------------------------------------------------------------------------
@@ -202,6 +204,10 @@ class Replica:
         life, key = self._ask(self._own(session), "fork", session.key, name, seed)
         self._open += 1
         return ReplicaSession(name, self.place, life, key, self)
+
+    def reserve(self) -> ReplicaSession | None:
+        """See ``contract.interface.Reserves``."""
+        return None if self.spec.details.get("sessions_capacity") is None else self.open("reserved")
 
     def infer(
         self, session: Any, observation: Observation, *, cancelled: Callable[[], bool] | None = None
@@ -274,7 +280,7 @@ class Replica:
     def _converse(self, life: _Life, call: tuple[Any, ...], cancelled: Callable[[], bool] | None) -> Any:
         number = life.begin(*call)
         begin_s, told, hung = time.monotonic(), False, False
-        while (message := life.receive(POLL_S)) is None:
+        while (message := self._answer_of(life)) is None:
             if cancelled is not None and not told and cancelled():
                 told = True
                 life.send(number)
@@ -286,6 +292,14 @@ class Replica:
         kind, answered, answer = message
         assert (kind, answered) == ("answer", number)
         return answer
+
+    def _answer_of(self, life: _Life) -> Any:
+        """None: not yet. What the process says of itself beside it is noted."""
+        message = life.receive(POLL_S)
+        if message is not None and message[0] == "details":
+            self._said = message[2]
+            return None
+        return message
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -362,7 +376,7 @@ class Replica:
             self.failed = error
 
     def _up(self, life: _Life) -> None:
-        self._life, self._open, self._trouble = life, 0, ""
+        self._life, self._open, self._trouble, self._said = life, 0, "", {}
         if self._lives > 1:
             self._log("warn", f"replica {self.place} is back, process {life.process.pid}")
         self._ready.set()

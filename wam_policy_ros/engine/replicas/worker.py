@@ -103,6 +103,7 @@ class Worker:
             "open": self._open, "fork": self._fork, "infer": self._infer, "observe": self._observe,
             "reset": self._reset, "close": self._close, "render": self._render,
         }  # fmt: skip
+        told: dict[str, Any] = {}
         while getattr(self._policy, "lost", None) is None:
             if (call := self._line.next(LOOK_S)) is None:
                 continue
@@ -114,6 +115,9 @@ class Worker:
             except Exception as error:
                 traceback.print_exc()
                 value = EngineError(f"the policy raised {type(error).__name__}: {error}")
+            if (details := getattr(self._policy, "details", {})) != told:
+                self._line.say("details", number, details)
+                told = details
             self._line.answer(number, value)
             del value, args, call
         os._exit(1)  # a part of it is gone for good; a new process has all of it again
