@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from test.tiny_checkpoint import write_checkpoint
+from wam_policy_ros.model.config import DreamZeroConfig
+from wam_policy_ros.tools.inspect import network_report
 from wam_policy_ros.tools.main import main
 
 
@@ -39,6 +41,15 @@ def test_text_form_names_what_a_person_needs(folder: Path, capsys: pytest.Captur
     text = capsys.readouterr().out
     for word in ("oxe_droid", "q01, q99 complete", "24 rows at 15 Hz", "tokenizer", "complete: it can be loaded"):
         assert word in text
+
+
+def test_the_published_network_on_cards_of_several_sizes() -> None:
+    told = network_report(DreamZeroConfig.dreamzero_14b())
+    assert told["fused_session_GiB"] == {"native": 12.95, "fp8": 6.97} and told["bf16_session_GiB"] == 9.6
+    assert told["sessions_by_card_GB"] == {
+        "bf16": {24: 0, 32: 0, 48: 0, 80: 1, 141: 4},
+        "fp8": {24: 0, 32: 0, 48: 1, 80: 5, 141: 12},
+    }
 
 
 def test_every_fault_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_dry_run_of_a_good_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("preset", "weights", "window"), [("reference", 42.7, 9.4), ("bf16", 42.7, 13.0), ("fp8", 17.0, 7.0)]
+    ("preset", "weights", "window"), [("reference", 42.7, 9.6), ("bf16", 42.7, 13.0), ("fp8", 17.0, 7.0)]
 )
 def test_dry_run_knows_how_much_memory_a_preset_takes(
     preset: str, weights: float, window: float, capsys: pytest.CaptureFixture[str]
@@ -50,7 +50,18 @@ def test_dry_run_knows_how_much_memory_a_preset_takes(
     words = ("--random-weights", "14b", "--device", "cuda", "--preset", preset, "--dry-run", "--port", "0")
     memory = report(capsys, *words)[1]["memory"]
     assert (memory["weights_GiB"], memory["per_session_GiB"]) == pytest.approx((weights, window), abs=0.1)
-    assert memory["step_GiB"] == 8.0
+    assert memory["step_GiB"] == (8.0 if preset == "reference" else 4.0)
+
+
+@pytest.mark.parametrize(("budget", "sessions"), [("60", 3), ("32", 1), ("20", 0)])
+def test_dry_run_says_how_many_sessions_a_budget_holds(
+    budget: str, sessions: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8-bit windows of 7.4 GiB with their instructions, beside 17.1 GiB of weights, 4 for a step and 1.6 of texts."""
+    words = ("--random-weights", "14b", "--device", "cuda", "--preset", "fp8", "--dry-run", "--port", "0")
+    _, said = report(capsys, *words, "--engine", f"memory_budget_gib={budget}")
+    assert said["memory"]["sessions_that_fit"] == sessions
+    assert any("are needed, the budget is 20 GiB" in line for line in said["problems"]) == (budget == "20")
 
 
 def test_an_option_that_is_given_twice_is_refused_unless_both_agree(capsys: pytest.CaptureFixture[str]) -> None:

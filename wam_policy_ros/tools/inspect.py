@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from wam_policy_ros.contract.errors import CheckpointError, WamError
+from wam_policy_ros.engine.memory import Account, Capacity, plain_window_bytes, prompt_bytes, step_bytes
 from wam_policy_ros.engine.survey import Robot, Survey, fault_lines, survey
 from wam_policy_ros.engine.window_slots import SlotLayout
 from wam_policy_ros.model.checkpoint import CheckpointFolder, read_folder
@@ -82,7 +83,7 @@ def _network(config: DreamZeroConfig, expected: Mapping[str, tuple[int, ...]]) -
         eight += size if is_fp8_weight(name) else 0
     dit = config.dit
     parameters = sum(p for _, p in counts.values())
-    window = 2 * (dit.local_attn_size - dit.num_frame_per_block) * dit.frame_seqlen * dit.dim * 2 * dit.num_layers * 2
+    window = plain_window_bytes(config, branches=2, dtype=torch.bfloat16)
     return {
         "components": {t: {"tensors": n, "parameters": p} for t, (n, p) in counts.items()},
         "parameters": parameters,
@@ -94,11 +95,41 @@ def _network(config: DreamZeroConfig, expected: Mapping[str, tuple[int, ...]]) -
         "bf16_session_GiB": round(window / 2**30, 2),
         "eight_bit_parameters": eight,  # of an FP8 checkpoint
         "fused_session_GiB": {name: round(_slot(config, t) / 2**30, 2) for name, t in _WINDOWS.items()},
+        "prompt_GiB": round(prompt_bytes(dit, torch.bfloat16) / 2**30, 3),
+        "sessions_by_card_GB": {
+            "bf16": _by_card(config, parameters, 2 * parameters, _WINDOWS["native"]),
+            # As the preset has it: large layers in 8 bits, the text encoder in host memory.
+            "fp8": _by_card(
+                config, parameters, 2 * (parameters - counts[COMPONENTS["text_encoder."]][1]) - eight, _WINDOWS["fp8"]
+            ),
+        },
         "ignored_config_keys": list(config.ignored),
     }
 
 
 _WINDOWS = {"native": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+CARDS_GB = (24, 32, 48, 80, 141)
+"""Nominal, of 10**9 bytes: drivers give a little more or, with error correction, just that."""
+
+
+def _by_card(config: DreamZeroConfig, parameters: int, weights: int, kv_dtype: torch.dtype) -> dict[int, int]:
+    """Sessions that cards hold with the fused step, by arithmetic: recordings and libraries, which only a GPU knows,
+    took 1 GiB on an H200 and are part of what is left for a step."""
+
+    def sessions(card: int) -> int:
+        found = Capacity.of(
+            Account(weights=weights),
+            window_bytes=_slot(config, kv_dtype),
+            prompt_bytes=prompt_bytes(config.dit, torch.bfloat16),
+            reserve_bytes=step_bytes(parameters, "fused"),
+            budget_bytes=None,
+            free_bytes=card * 10**9 - weights,
+        )
+        return found.sessions or 0
+
+    return {card: sessions(card) for card in CARDS_GB}
 
 
 def _slot(config: DreamZeroConfig, kv_dtype: torch.dtype) -> int:
@@ -147,6 +178,10 @@ def _print(report: dict[str, Any]) -> None:
     if network:
         print(f"network: {network['parameters'] / 1e9:.2f} B parameters, {network['bf16_weights_GiB']} GiB in bf16, "
               f"{network['bf16_session_GiB']} GiB more per open session")  # fmt: skip
+        sizes, cards = network["fused_session_GiB"], network["sessions_by_card_GB"]
+        for name, size in (("bf16", sizes["native"]), ("fp8", sizes["fp8"])):
+            held = ", ".join(f"{card} GB {count}" for card, count in cards[name].items())
+            print(f"  fused step in {name}: a window takes {size} GiB; sessions that a card holds: {held}")
         for title, c in network["components"].items():
             print(f"  {title:22} {c['tensors']:5} tensors {c['parameters']:>15,} parameters")
         print(

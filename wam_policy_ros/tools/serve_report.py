@@ -17,9 +17,6 @@ from wam_policy_ros.serving.config import ServerConfig
 from wam_policy_ros.serving.dialects import DIALECTS, check_fit, get_dialect
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-STEP_GIB_14B = 8.0
-"""Room a step of the published network takes beside weights and windows (activations, VAE): the plain step's."""
-PARAMETERS_14B = 22.92e9
 
 
 def dry_run(args: argparse.Namespace, config: ServerConfig) -> int:
@@ -129,6 +126,8 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
         return None
     import torch
 
+    from wam_policy_ros.engine.memory import Account, Capacity, shown, step_bytes
+
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     wants_gpu = args.device.startswith("cuda") or (args.device == "auto" and bool(gpus))
     if args.device.startswith("cuda") and not gpus:
@@ -148,13 +147,25 @@ def _memory(args: argparse.Namespace, config: ServerConfig, report: dict[str, An
     if network is None:
         return out
     weights, session = (round(n * (1 if wants_gpu else 2), 2) for n in _sizes(network, report.get("_engine")))
-    step = STEP_GIB_14B * network["parameters"] / PARAMETERS_14B
+    engine = report.get("_engine")
+    step = step_bytes(network["parameters"], "plain" if engine is None else engine.step) / 2**30
     out |= {"weights_GiB": weights, "per_session_GiB": session, "step_GiB": round(step, 1)}
-    if total is not None and session:
-        room = int((total - weights - step) / session)
-        out["sessions_that_fit"] = max(room, 0)
+    budget = engine.memory_budget_gib if engine is not None and engine.memory_budget_gib else None
+    if session and (total is not None or budget is not None):
+        # What recordings and libraries take is known when they are there.
+        fit = Capacity.of(
+            Account(weights=round(weights * 2**30)),
+            window_bytes=round(session * 2**30),
+            prompt_bytes=round(network["prompt_GiB"] * 2**30 * (1 if wants_gpu else 2)),
+            reserve_bytes=round(step * 2**30),
+            budget_bytes=None if budget is None else round(budget * 2**30),
+            free_bytes=None if total is None else round((total - weights) * 2**30),
+        )
+        room = out["sessions_that_fit"] = fit.sessions or 0
         if room < 1:
-            report["problems"].append(f"{weights + step + session:.0f} GiB are needed, {device} has {total:.0f} GiB")
+            needed = fit.fixed_bytes + fit.reserve_bytes + fit.session_bytes
+            has = f"{device} has {total:.0f} GiB" if fit.where == "this GPU" else f"the budget is {budget:g} GiB"
+            report["problems"].append(f"{shown(needed)} are needed, {has}")
         elif args.replicas * room < config.max_sessions:
             each = f", {room} in each of {args.replicas} replicas" if args.replicas > 1 else ""
             report["warnings"].append(
