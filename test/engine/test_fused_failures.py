@@ -130,9 +130,9 @@ def test_every_form_of_an_evaluation_is_prepared(monkeypatch, options):
     path, seen = policy.path, []
     evaluate = path.evaluate
 
-    def watch(draft, step, video, action, with_video, branches):
+    def watch(draft, step, video, action, proprio, with_video, branches):
         seen.append((draft.slot.index, draft.current_start_frame, draft.cached, with_video, branches))
-        return evaluate(draft, step, video, action, with_video, branches)
+        return evaluate(draft, step, video, action, proprio, with_video, branches)
 
     monkeypatch.setattr(path, "evaluate", watch)
     path.prepare()

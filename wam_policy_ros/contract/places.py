@@ -84,18 +84,20 @@ class PlaceState:
 
     Attributes:
         stack: jobs that have begun and not ended, each inside the one before; the last one has the policy.
-        interleaves: see ``interface.Interleaves``.
     """
 
     def __init__(self, index: int, policy: Policy) -> None:
         self.index, self.policy = index, policy
         self._one_of_several = cast(Place, policy) if place_of(policy) is not None else None
         self.stack: list[Ticket[Any]] = []
-        self.interleaves = interleaves(policy)
         self._took: deque[tuple[float, Priority, float]] = deque(maxlen=SAMPLES)
         self.failures = self.calls = 0
         self.call_s = 0.0
         self.last_error = ""
+
+    @property
+    def interleaves(self) -> bool:
+        return interleaves(self.policy)
 
     @property
     def running(self) -> Ticket[Any] | None:

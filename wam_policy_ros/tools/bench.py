@@ -25,6 +25,7 @@ BENCHES: dict[str, Bench] = {
         "bench_suite.accuracy", "error of each configuration against float32: per layer, flow and action"
     ),
     "load": Bench("bench_suite.load", "weights from the page cache to the device, and networks with them"),
+    "priority": Bench("bench_suite.priority", "a robot's step alone and beside busy clients, with its priority or not"),
     "predict": Bench("bench_suite.predict", "a step on 2, 4 and 8 GPUs, predicted from a report of one"),
     "table": Bench("bench_suite.markdown", "the README's table, or the chart, from a report of wam bench step"),
     "vae": Bench("bench_suite.vae", "the VAE's encoder, plain and fast; convolutions checked and timed; preprocessing"),
