@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both set up .venv first.
 #
-#   make demo [CLIPS=folder] [CHECKPOINT=folder TOKENIZER=folder] [DURATION=30]
-#   make demo-sim [CHECKPOINT=folder] [DURATION=30]    the same in the simulator, without ROS
+#   make demo [CHECKPOINT=folder TOKENIZER=folder] [CLIPS=folder] [DURATION=seconds]
+#   make demo-sim [CHECKPOINT=folder] [DURATION=seconds]    in the simulator, without ROS
 #   make test        lint, types and all tests
 #   make venv        only the virtual environment (idempotent)
 #
@@ -11,9 +11,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ROS ?= ros-kilted
-CLIPS ?= $(wildcard ../shared/video)
-DURATION ?= 30
+DURATION ?=
 CHECKPOINT ?=
+# With weights of its own or others' the simulator is the robot; clips only when they are asked for.
+CLIPS ?= $(if $(CHECKPOINT)$(wildcard wam_policy_ros/weights/*/config.json),,$(wildcard ../shared/video))
 TOKENIZER ?=
 REPORT ?= demo_report
 
@@ -56,13 +57,13 @@ $(VENV)/.ready: setup.py constraints.txt
 	@touch $@
 
 demo: venv
-	@$(RUN) $(BIN)/wam demo --seconds $(DURATION) --report '$(REPORT)' $(if $(CLIPS),--clips '$(CLIPS)') \
+	@$(RUN) $(BIN)/wam demo $(if $(DURATION),--seconds $(DURATION)) --report '$(REPORT)' $(if $(CLIPS),--clips '$(CLIPS)') \
 	  $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(TOKENIZER),--tokenizer '$(TOKENIZER)')
 
 demo-sim: venv
 	@$(PIP) --no-build-isolation -e '.[train]'
-	@$(RUN) $(BIN)/wam demo --sim --seconds $(DURATION) --report '$(REPORT)' \
-	  $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)',--expert) $(if $(TOKENIZER),--tokenizer '$(TOKENIZER)')
+	@$(RUN) $(BIN)/wam demo --sim $(if $(DURATION),--seconds $(DURATION)) --report '$(REPORT)' \
+	  $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)',$(if $(wildcard wam_policy_ros/weights/*/config.json),,--expert)) $(if $(TOKENIZER),--tokenizer '$(TOKENIZER)')
 
 lint: venv
 	@$(RUN) $(BIN)/ruff check .

@@ -61,7 +61,7 @@ setup(
         "fp8-attention": FP8_ATTENTION,
         "serve": SERVE,
         "vision": VISION,
-        "demo": ENGINE + REPORT + VISION,
+        "demo": ENGINE + REPORT + VISION + SIM,
         "ros-kilted": ROS_KILTED + VISION,
         "replay": REPLAY + VISION,
         "record": RECORD,

@@ -124,3 +124,29 @@ def test_a_simulator_that_holds_the_clock_is_not_waited_for() -> None:
     desk.steady_ns += 700 * MS
     desk.answer()
     assert desk.loop.pace.mean_s == 0.0, "no time on the clock, whatever it took"
+
+
+def test_a_simulator_s_clock_may_be_heard_before_its_picture() -> None:
+    desk = FrameDesk(simulated=True, **PATIENT)
+    desk.running()
+    count = len(desk.worker.requests)
+    desk.loop.on_tick()
+    assert len(desk.worker.requests) == count, "no picture for long, but the clock has just moved: it is coming"
+    late = rgb_to_image(np.zeros((18, 32, 3), np.uint8), stamp_ns=desk.ros_ns - DT_NS)
+    for camera in desk.inputs.cameras.values():
+        camera.on_message(late, desk.now())
+        desk.loop.on_image()
+    desk.loop.on_tick()
+    assert len(desk.worker.requests) == count, "that one is of the moment before"
+    desk.images()
+    assert [r.observation.stamp_ns for r in desk.worker.requests[count:]] == [desk.ros_ns]
+
+
+def test_a_picture_that_never_comes_is_not_waited_for_either() -> None:
+    desk = FrameDesk(simulated=True, **PATIENT)
+    desk.running()
+    count = len(desk.worker.requests)
+    for waited_ms, asked in ((0, 0), (60, 0), (60, 1)):
+        desk.steady_ns += waited_ms * MS
+        desk.loop.on_tick()
+        assert len(desk.worker.requests) == count + asked, waited_ms

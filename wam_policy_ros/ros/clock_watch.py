@@ -17,6 +17,7 @@ class ClockWatch:
         simulated: the node's clock is /clock. It may then pause or run slower than the steady clock without a jump.
 
     Attributes:
+        moved_ns: steady time of the ``update`` that last found another time on the clock.
         step_ns: by how much the clock was set before the last ``update``, if that is no jump; of a simulated clock 0,
             which the robot's controller has, too.
     """
@@ -25,10 +26,13 @@ class ClockWatch:
         self._simulated = simulated
         self._last: Now | None = None
         self.step_ns = 0
+        self.moved_ns = 0
 
     def update(self, now: Now) -> float | None:
         """Size of a jump since the last call in s (back by 0.5 s or more, forward by more than 1 s), else None."""
         last, self._last, self.step_ns = self._last, now, 0
+        if last is None or last.ros_ns != now.ros_ns:
+            self.moved_ns = now.steady_ns
         if last is None or (self._simulated and last.ros_ns == 0):  # the first /clock is no jump
             return None
         moved_s = (now.ros_ns - last.ros_ns) * 1e-9

@@ -64,9 +64,7 @@ class SimEpisodes(Node):
             self._hold: Any = self.create_client(SetBool, f"{policy}/hold")
             self._policy_parameters = AsyncParameterClient(self, policy)
             self._prompt = self.create_publisher(String, f"{policy}/prompt", latched_qos())
-            self.create_subscription(
-                String, f"{policy}/state", lambda m: setattr(self, "_state", json.loads(m.data)), latched_qos()
-            )
+            self.create_subscription(String, f"{policy}/state", self._on_state, latched_qos())
 
     def play(self, seed: int, task: str, max_ticks: int, instruction: str = "") -> dict[str, Any]:
         """Reset to a seed, wait for success or the end.
@@ -89,6 +87,7 @@ class SimEpisodes(Node):
         if not answer.success:
             raise PolicyUnavailable("the simulator does not reset", got=answer.message)
         first = json.loads(answer.message)
+        self._began(first)
         if self._policy:
             self._go_on(first["instruction"])
         last = self._watch(first, max_ticks)
@@ -98,6 +97,12 @@ class SimEpisodes(Node):
     def restore(self) -> None:
         """What was set for episodes is not to stay."""
         self._set(instruction="", max_ticks=0)
+
+    def _began(self, first: dict[str, Any]) -> None:
+        """A new episode; for those who listen along."""
+
+    def _on_state(self, msg: String) -> None:
+        self._state = json.loads(msg.data)
 
     # -- inside -------------------------------------------------------------------------------------------------
 

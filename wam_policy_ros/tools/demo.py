@@ -1,31 +1,29 @@
 """``wam demo``: the node and a robot to talk to, two processes over real DDS, and a report with pictures.
 
-The robot's cameras play clips (or a scene the package draws); its joints are a simulated follower of what the node
-publishes. Without a checkpoint the network is tiny and untrained, which is said wherever it is shown.
+With a checkpoint, given or packaged, the robot is the simulator's, see ``ros_demo``. With clips its cameras play these,
+and its joints are a simulated follower of what the node publishes. With neither the package draws a scene, and the
+network is tiny and untrained, which is said wherever it is shown.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import random
-import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 
 from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.model.packaged import packaged
 
-from . import sim_demo
+from . import ros_demo, sim_demo
 from .dashboard import write_dashboard
 from .report import Recording, write_plot, write_video
+from .ros_processes import isolated, running, stop
 from .up import config_file
 
 HONEST = (
@@ -59,13 +57,14 @@ NOISE_LIMITS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--clips", type=Path, metavar="FOLDER", help="mp4 clips named after the cameras; default: scene"
+        "--clips", type=Path, metavar="FOLDER", help="mp4 clips named after the cameras, instead of the simulator"
     )
-    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder; default: tiny network, random weights")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder, or a packaged one's name; default: the "
+                        "packaged one, if there is one, else a tiny network with random weights")  # fmt: skip
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json of umt5-xxl")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--instruction", help=f"default: {INSTRUCTION!r}; with --sim: {sim_demo.INSTRUCTION!r}")
-    parser.add_argument("--seconds", type=float, default=30.0, help="play time once the node is active")
+    parser.add_argument("--seconds", type=float, help="play time once the node is active; default: 30; simulated 12")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="longest wait for the weights [s]")
     parser.add_argument("--report", type=Path, default=Path("demo_report"), help="folder for the report")
     sim_demo.add_arguments(parser)
@@ -74,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.sim:
         return sim_demo.run(args)
+    if args.clips is None and (network := args.checkpoint or next(iter(packaged()), None)) is not None:
+        return ros_demo.run(args, str(network))
+    args.seconds = 30.0 if args.seconds is None else args.seconds
     args.instruction = args.instruction or INSTRUCTION
     random_weights = args.checkpoint is None
     source = f"clips in {args.clips}" if args.clips else "a scene drawn by the package (no clips given)"
@@ -83,18 +85,18 @@ def run(args: argparse.Namespace) -> int:
     args.report.mkdir(parents=True, exist_ok=True)
     for name in REPORT_FILES:  # half a report of an earlier run would be taken for this one's
         (args.report / name).unlink(missing_ok=True)
-    environment = _environment()
+    environment = isolated()
     log = args.report / "node.log"
-    with open(log, "w", encoding="utf-8") as sink, _process(_node_command(args), environment, sink) as node:
+    with open(log, "w", encoding="utf-8") as sink, running(_node_command(args), environment, sink) as node:
         robot_command = _robot_command(args)
-        with _process(robot_command, environment, subprocess.PIPE) as robot:
+        with running(robot_command, environment, subprocess.PIPE) as robot:
             watcher = threading.Thread(target=_end_robot_if_node_dies, args=(node, robot), daemon=True)
             watcher.start()
             assert robot.stdout is not None
             for line in robot.stdout:
                 print("  " + line.rstrip(), flush=True)
             robot_status = robot.wait()
-        node_status = _stop(node)
+        node_status = stop(node)
     if robot_status != 0 or node_status != 0:
         print(f"\nthe robot ended with status {robot_status}, the node with {node_status}; the node's log:")
         print("\n".join(log.read_text(encoding="utf-8").splitlines()[-25:]))
@@ -125,39 +127,10 @@ def _robot_command(args: argparse.Namespace) -> list[str]:
     return command + (["--clips", str(args.clips)] if args.clips else ["--scene"])
 
 
-def _environment() -> dict[str, str]:
-    """An isolated DDS domain, so that a demo never talks to a real robot on the same network."""
-    environment = dict(os.environ)
-    environment["ROS_DOMAIN_ID"] = str(random.SystemRandom().randint(60, 100))
-    environment["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
-    environment["PYTHONUNBUFFERED"] = "1"
-    return environment
-
-
-@contextlib.contextmanager
-def _process(command: list[str], environment: dict[str, str], stdout: int | IO[str]) -> Any:
-    process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield process
-    finally:
-        _stop(process)
-
-
-def _stop(process: subprocess.Popen[str]) -> int:
-    """SIGINT, then patience, then force; the exit status."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(15.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    return process.wait()
-
-
 def _end_robot_if_node_dies(node: subprocess.Popen[str], robot: subprocess.Popen[str]) -> None:
     while robot.poll() is None:
         if node.poll() is not None:
-            _stop(robot)
+            stop(robot)
             return
         time.sleep(0.2)
 

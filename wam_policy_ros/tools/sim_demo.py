@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.model.packaged import packaged
 
 from .lazy import load
 
@@ -36,21 +37,22 @@ def run(args: argparse.Namespace) -> int:
 
     if args.expert and args.checkpoint is not None:
         raise ConfigError("the scripted expert is no checkpoint", got=f"--expert and --checkpoint {args.checkpoint}")
-    instruction = args.instruction or INSTRUCTION
+    instruction, seconds = args.instruction or INSTRUCTION, 12.0 if args.seconds is None else args.seconds
     network: dict[str, Any] = {"control": "expert"}
     if not args.expert:
-        network = {"checkpoint": str(args.checkpoint)} if args.checkpoint else {"random_weights": "tiny"}
+        folder = args.checkpoint or next(iter(packaged()), None)
+        network = {"checkpoint": str(folder)} if folder else {"random_weights": "tiny"}
         network |= {"device": args.device, "tokenizer": str(args.tokenizer) if args.tokenizer else None}
     if "random_weights" in network:
         print(HONEST + "\n")
     plan = Plan(
         **network, tasks=task_names("", instruction), instruction=instruction, threads=os.cpu_count() or 1,
-        max_ticks=max(1, round(args.seconds * RATE_HZ)), pictures=str(args.report), every=True,
+        max_ticks=max(1, round(seconds * RATE_HZ)), pictures=str(args.report), every=True,
     )  # fmt: skip
     args.report.mkdir(parents=True, exist_ok=True)
     for name in REPORT_FILES:  # half a report of an earlier run would be taken for this one's
         (args.report / name).unlink(missing_ok=True)
-    print(f'simulator: seed {args.seed}, "{instruction}", at most {args.seconds:g} simulated seconds', flush=True)
+    print(f'simulator: seed {args.seed}, "{instruction}", at most {seconds:g} simulated seconds', flush=True)
     return _play(plan, args)
 
 
@@ -99,7 +101,8 @@ class _Once:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``wam demo``, for ``--sim``."""
-    sim = parser.add_argument_group("with --sim")
-    sim.add_argument("--sim", action="store_true", help="the simulator's robot, in lock-step and without ROS")
+    sim = parser.add_argument_group("in the simulator")
+    sim.add_argument("--sim", action="store_true", help="in lock-step and without ROS, one scene")
     sim.add_argument("--seed", type=int, default=0, help="of the scene")
+    sim.add_argument("--attempts", type=int, default=3, help="with ROS: scenes, until the thing was lifted")
     sim.add_argument("--expert", action="store_true", help="the scripted expert instead of a network")

@@ -104,7 +104,7 @@ def _play(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stderr is not None
-        watcher = threading.Thread(target=_end_with, args=(process, trouble), daemon=True)
+        watcher = threading.Thread(target=end_with, args=(process, trouble), daemon=True)
         watcher.start()
         try:
             for line in process.stdout:
@@ -121,7 +121,7 @@ def _play(
     return found, [trouble() or (words[-1] if words else f"exit status {process.returncode}")]
 
 
-def _end_with(process: subprocess.Popen[str], trouble: Callable[[], str | None]) -> None:
+def end_with(process: subprocess.Popen[str], trouble: Callable[[], str | None]) -> None:
     """Nobody waits for a simulator or a node that has ended."""
     while process.poll() is None:
         if trouble() is not None:
@@ -132,19 +132,20 @@ def _end_with(process: subprocess.Popen[str], trouble: Callable[[], str | None])
 
 @contextlib.contextmanager
 def cell(
-    plan: Plan, say: Say = lambda line: None, logs: Path | None = None
+    plan: Plan, say: Say = lambda line: None, logs: Path | None = None, *, more: Mapping[str, Any] = {}
 ) -> Iterator[tuple[dict[str, str], str, Callable[[], str | None]]]:
     """A simulator and a policy node of their own, in lock-step.
 
     Args:
         logs: folder for what they say; None: gone afterwards.
+        more: parameters of the policy node.
 
     Yields:
         Environment and namespace for whoever wants to talk to them, and a function that says why one has ended.
     """
     environment, namespace = isolated(), f"wam_eval_{uuid.uuid4().hex[:8]}"
     clock = {"/clock": f"/{namespace}/clock"}  # another simulator may have drawn the same domain
-    node = ros_command(NODE, namespace, ("dreamzero", "sim_demo"), node_values(plan), remap=clock)
+    node = ros_command(NODE, namespace, ("dreamzero", "sim_demo"), node_values(plan) | dict(more), remap=clock)
     ticks = {"lockstep_ticks": executed_rows(plan), "idle_s": IDLE_S, "real_time_factor": 0.0, "patience_s": 600.0}
     simulator = ros_command(SIMULATOR, namespace, ("sim_demo",), ticks, remap=clock)
     with contextlib.ExitStack() as stack:
@@ -152,10 +153,10 @@ def cell(
         threads = {"OMP_NUM_THREADS": str(plan.threads)}  # as the engine's door runs: the same bits
         say(f"starting wam_sim and wam_policy in ROS domain {environment['ROS_DOMAIN_ID']} of this host")
         both: dict[str, tuple[subprocess.Popen[str], Path]] = {}
-        for name, command, more in (("wam_sim", simulator, {}), ("wam_policy", node, threads)):
+        for name, command, extra in (("wam_sim", simulator, {}), ("wam_policy", node, threads)):
             log = folder / f"{name}.log"
             sink = stack.enter_context(log.open("w", encoding="utf-8"))
-            both[name] = stack.enter_context(running(command, environment | more, sink)), log
+            both[name] = stack.enter_context(running(command, environment | extra, sink)), log
 
         def trouble() -> str | None:
             for name, (process, log) in both.items():
