@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +34,7 @@ from wam_policy_ros.tools.eval_suite.paired import Paired
 from wam_policy_ros.tools.eval_suite.plan import Plan, seed_range, task_names
 from wam_policy_ros.tools.eval_suite.predicted import Call, sheet, video_error, video_table
 from wam_policy_ros.tools.eval_suite.ros_door import play_ros
-from wam_policy_ros.tools.eval_suite.tiers import tier_names, with_tier
+from wam_policy_ros.tools.eval_suite.tiers import EMULATED, tier_names, with_tier
 from wam_policy_ros.tools.main import main
 
 OFFSETS, EXECUTE = (-3, -2, -1, 0), 4
@@ -175,6 +177,13 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     server = doors.serving(Plan(door="openpi", checkpoint=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"did not start.*config\.json"), server:
         pass
+
+
+def test_the_compiler_is_imported_before_the_first_picture_is_drawn() -> None:
+    """Triton and Mesa's software renderer bring an LLVM each; the other way round the process dies."""
+    for module in ("wam_policy_ros.tools.eval_suite.episode", "wam_policy_ros.train.evaluate"):
+        words = [sys.executable, "-c", f"import {module}, sys; sys.exit('torch._dynamo' not in sys.modules)"]
+        assert subprocess.run(words).returncode == 0, module
 
 
 # -- predicted video ----------------------------------------------------------------------------------------------
@@ -340,7 +349,8 @@ def test_a_price_list_compares_the_same_seeds() -> None:
 def test_tiers_are_engine_options(checkpoint: str) -> None:
     plan = Plan(checkpoint=checkpoint, options=(("seed", 7),))
     assert dict(with_tier(plan, "16").options) == {"seed": 7, "schedule": "static", "evaluations": 16}
-    assert dict(with_tier(plan, "4").options)["schedule"] == "dynamic_best" and with_tier(plan, "fp8").preset == "fp8"
+    assert dict(with_tier(plan, "4").options)["schedule"] == "dynamic_best"
+    assert dict(with_tier(replace(plan, device="cpu"), "fp8").options) == {"seed": 7, **EMULATED}
     guided = replace(plan, options=(("guidance_scale", 5.0), ("evaluations", 8)))
     assert dict(with_tier(guided, "guidance-part").options)["guidance_steps"] == (0, 1, 2, 6)
     with pytest.raises(ConfigError, match="without guidance"):
@@ -352,9 +362,14 @@ def test_tiers_are_engine_options(checkpoint: str) -> None:
 def test_a_price_list_of_what_this_machine_can_do(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan(checkpoint=checkpoint, device="cpu", max_ticks=4)
     player(Plan(control="hold")).close()  # skips without OpenGL
-    found, status = price_list(plan, ["5", "deterministic", "guidance-part", "fp8"], range(2), 1, None, 0.05)
-    assert status == 0 and list(found["tiers"]) == ["5", "deterministic"]
-    assert set(found["not_run"]) == {"guidance-part", "fp8"} and "GPU" in found["not_run"]["fp8"]
+    names = ["16", "8", "4", "dynamic", "guidance-part", "fp8", "deterministic"]
+    found, status = price_list(plan, names, range(2), 1, None, 0.05)
+    assert status == 0 and list(found["tiers"]) == [n for n in names if n != "guidance-part"]
+    assert "without guidance" in found["not_run"]["guidance-part"]
+    details = {n: r["policy"]["details"] for n, r in found["reports"].items()}
+    assert details["fp8"]["linears"] == details["fp8"]["attention"] == "fp8 e4m3fn"
+    assert [details[n]["evaluations"][:2] for n in ("16", "8", "4")] == ["16", "8 ", "4 "]
+    assert len({r["actions_sha256"] for r in found["reports"].values()}) >= 5  # each is another computation
     assert found["reports"]["deterministic"]["policy"]["details"]["deterministic"] is True
     assert "not run" in capsys.readouterr().out
 

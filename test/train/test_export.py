@@ -53,6 +53,19 @@ def test_the_strict_loader_takes_it_and_the_policy_answers(folder):
         assert chunk.actions.shape == (16, 8) and np.isfinite(chunk.actions).all()
 
 
+@pytest.mark.parametrize("kind", ["native", "fp8"])
+def test_the_fused_step_runs_it_too(folder, kind):
+    """Its image encoder has another number of tokens than the published one."""
+    rows = []
+    for options in ({}, {"step": "fused", "linears": kind, "graphs": False}):
+        config = EngineConfig(evaluations=5, guidance_scale=1.0, **options)
+        policy = build_policy(embodiment="droid", checkpoint=str(folder), device="cpu", config=config)
+        session = policy.open()
+        rows.append([policy.infer(session, example_observation(policy.spec)).actions for _ in range(3)])
+    np.testing.assert_allclose(rows[1], rows[0], atol=1e-5 if kind == "native" else 0.05)
+    assert kind == "native" or not np.allclose(rows[1], rows[0], atol=1e-5)
+
+
 def test_what_a_person_asks_for_wins(folder):
     given = EngineConfig(evaluations=8, guidance_scale=2.0)
     policy = build_policy(embodiment="droid", checkpoint=str(folder), device="cpu", config=given)

@@ -89,6 +89,7 @@ class FusedPath:
                 device=device,
                 ranks=dit.exchange.ranks,
                 first_shared=dit.share_first,
+                image_tokens=cfg.image.num_tokens,
             )
         )
         self.graphs: GraphCache[tuple[Tensor | None, Tensor | None]] = GraphCache(

@@ -26,6 +26,7 @@ class SlotLayout:
         latent: ``(channels, frames, h, w)`` of the conditioning tensor.
         dtype: of text and image keys; kv_dtype: of the window, fp8 when attention runs in fp8.
         ranks: over which the heads of the window are spread; text and image keys are whole on each.
+        image_tokens: of the image encoder, class token included.
         first_shared: the branches have the first layer's keys and values in common.
     """
 
@@ -38,6 +39,7 @@ class SlotLayout:
     device: torch.device
     ranks: int = 1
     first_shared: bool = True
+    image_tokens: int = 257
 
     @classmethod
     def of(
@@ -52,11 +54,12 @@ class SlotLayout:
         device: torch.device,
         ranks: int = 1,
         first_shared: bool = True,
+        image_tokens: int = 257,
     ) -> SlotLayout:
         cached = (dit.local_attn_size - dit.num_frame_per_block) * dit.frame_seqlen
         current = dit.num_frame_per_block * dit.frame_seqlen + dit.num_action_per_block + dit.num_state_per_block
         latent = (dit.in_dim - dit.out_dim, latent_frames, *latent_hw)
-        return cls(dit, branches, cached + current, latent, dtype, kv_dtype, device, ranks, first_shared)
+        return cls(dit, branches, cached + current, latent, dtype, kv_dtype, device, ranks, first_shared, image_tokens)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -70,7 +73,7 @@ class SlotLayout:
         narrow = torch.empty((), dtype=self.kv_dtype).element_size()
         d = self.dit
         window = 2 * sum(self.windows) * self.rows * (d.dim // self.ranks) * narrow
-        cross = 2 * d.num_layers * (self.branches * d.text_len + IMAGE_TOKENS) * d.dim * wide
+        cross = 2 * d.num_layers * (self.branches * d.text_len + self.image_tokens) * d.dim * wide
         channels, frames, height, width = self.latent
         scales = 4 * (
             d.num_layers * (self.scaled_rows + self.branches + 2) + 2 * self.branches
@@ -83,9 +86,6 @@ class SlotLayout:
         return -(-self.branches * self.rows // 64) * 64
 
 
-IMAGE_TOKENS = 257
-
-
 class WindowSlot:
     """Buffers of one session.
 
@@ -95,7 +95,7 @@ class WindowSlot:
         text_k, text_v: ``[layers, branches, heads, text_len, head_dim]``, keys folded (``tensors.folded_keys``); only
             ``text_rows`` of them are valid.
         text_rows: int32 ``[branches]``; text_padding: float32 ``[branches]``, how often the last valid row counts.
-        image_k, image_v: ``[layers, 1, heads, 257, head_dim]``, the same for both branches; keys folded.
+        image_k, image_v: ``[layers, 1, heads, image_tokens, head_dim]``, the same for both branches; keys folded.
         text_peak: float32 ``[branches, layers]``, largest magnitude of a prompt's values; image_peak: ``[layers]``, of
             the picture's.
         cross_scale: float32 ``[layers, 1]``, by which outputs of cross-attention are multiplied before they are rounded
@@ -119,7 +119,7 @@ class WindowSlot:
 
         self.k, self.v = window(), window()
         self.text_k, self.text_v = (buffer(layout.branches, dit.num_heads, dit.text_len) for _ in range(2))
-        self.image_k, self.image_v = (buffer(1, dit.num_heads, IMAGE_TOKENS) for _ in range(2))
+        self.image_k, self.image_v = (buffer(1, dit.num_heads, layout.image_tokens) for _ in range(2))
         self.text_rows = torch.zeros(layout.branches, dtype=torch.int32, device=device)
         self.text_padding = torch.zeros(layout.branches, dtype=torch.float32, device=device)
         self.text_peak, self.image_peak, self.cross_scale, self.cross_unscale = (

@@ -19,6 +19,7 @@ import rclpy
 from rclpy.qos import QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import Image, JointState
 from std_msgs.msg import String
+from std_srvs.srv import SetBool
 from trajectory_msgs.msg import JointTrajectory
 
 from wam_policy_ros.contract.embodiment import get_embodiment
@@ -71,6 +72,7 @@ class RecordedEpisodes(SimEpisodes):
     def record(self, seed: int, task: str, max_ticks: int, instruction: str) -> dict[str, Any]:
         """As ``play``, and until the predicted video of the last call is there."""
         done = self.play(seed, task, max_ticks, instruction)
+        self._wait(self._hold.call_async(SetBool.Request(data=True)))  # no call more than were needed
         end_s = time.monotonic() + LAST_S
         self._predicted_s = time.monotonic()
         while time.monotonic() < min(end_s, self._predicted_s + QUIET_S):

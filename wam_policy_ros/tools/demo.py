@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.sim:
         return sim_demo.run(args)
-    if args.clips is None and (network := args.checkpoint or next(iter(packaged()), None)) is not None:
+    if args.clips is None and (network := args.checkpoint or next(iter(packaged().values()), None)) is not None:
         return ros_demo.run(args, str(network))
     args.seconds = 30.0 if args.seconds is None else args.seconds
     args.instruction = args.instruction or INSTRUCTION

@@ -138,6 +138,7 @@ def _slot(config: DreamZeroConfig, kv_dtype: torch.dtype) -> int:
     return SlotLayout.of(
         dit, branches=2, latent_frames=config.latent_frames, latent_hw=(4, dit.frame_seqlen),
         dtype=torch.bfloat16, kv_dtype=kv_dtype, device=torch.device("meta"),
+        image_tokens=config.image.num_tokens,
     ).nbytes  # fmt: skip
 
 

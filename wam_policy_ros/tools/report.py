@@ -15,6 +15,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 
+from .joint_strip import JointStrip
+
 Pixels = npt.NDArray[np.uint8]
 
 VIDEO_HZ = 15
@@ -80,7 +82,8 @@ class Recording:
 
 
 def write_video(recording: Recording, path: Path, caption: str) -> int:
-    """Observed mosaic on the left, the frame predicted for the same moment on the right. Returns the frames written.
+    """Observed mosaic on the left, the frame predicted for the same moment on the right, the joints below. Returns the
+    frames written.
 
     Raises:
         ValueError: no camera frames were recorded.
@@ -89,12 +92,14 @@ def write_video(recording: Recording, path: Path, caption: str) -> int:
         raise ValueError("no camera frames were recorded; nothing to draw")
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream("libx264", rate=VIDEO_HZ)
-        stream.width, stream.height = 2 * PANEL_W, PANEL_H + BAR_H
+        strip = JointStrip(recording, 2 * PANEL_W)
+        stream.width, stream.height = 2 * PANEL_W, PANEL_H + BAR_H + strip.height
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": "23", "preset": "veryfast"}
         order = np.argsort(recording.predicted_s, kind="stable")
         for t_s, views in zip(recording.frame_s, recording.frames, strict=True):
-            picture = _page(recording, float(t_s), views, order, caption)
+            page = _page(recording, float(t_s), views, order, caption)
+            picture = np.concatenate([page, strip.at(float(t_s))])
             for packet in stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():

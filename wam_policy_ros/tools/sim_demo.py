@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     instruction, seconds = args.instruction or INSTRUCTION, 12.0 if args.seconds is None else args.seconds
     network: dict[str, Any] = {"control": "expert"}
     if not args.expert:
-        folder = args.checkpoint or next(iter(packaged()), None)
+        folder = args.checkpoint or next(iter(packaged().values()), None)
         network = {"checkpoint": str(folder)} if folder else {"random_weights": "tiny"}
         network |= {"device": args.device, "tokenizer": str(args.tokenizer) if args.tokenizer else None}
     if "random_weights" in network:

@@ -91,10 +91,10 @@ def open_door(
 
 
 def recommended_rows(policy: Policy) -> int:
-    """Rows to execute: as the policy or its server says, else the whole chunk; of a control ``EXECUTE``."""
+    """Rows to execute: as the policy or its server says, else ``EXECUTE``, as DROID's clients do."""
     details = policy.spec.details
     said = details.get("execute_steps") or dict(details.get("server", {})).get("execute_steps")
-    return int(said) if said else EXECUTE if "no network" in policy.spec.weights else policy.spec.horizon
+    return int(said) if said else min(EXECUTE, policy.spec.horizon)
 
 
 def _connect(plan: Plan) -> Policy:

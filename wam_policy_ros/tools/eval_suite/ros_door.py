@@ -169,12 +169,7 @@ def cell(
 
 def executed_rows(plan: Plan) -> int:
     """Of a chunk, as behind the other doors."""
-    if plan.execute:
-        return plan.execute
-    if plan.control == HOLD:
-        return EXECUTE
-    # Without a recommendation the whole chunk, which only the node knows; DROID's is 24 rows.
-    return recommended(plan.checkpoint, EMBODIMENT).execute_steps or 24
+    return plan.execute or recommended(plan.checkpoint, EMBODIMENT).execute_steps or EXECUTE
 
 
 def node_values(plan: Plan) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.engine.build import resolve_device
 from wam_policy_ros.engine.config import NUM_STEPS
 from wam_policy_ros.engine.recommended import recommended
 from wam_policy_ros.engine.step_schedule import STATIC_MASKS, fixed_steps
@@ -15,12 +16,14 @@ from .plan import Plan
 
 GUIDANCE, FP8, DYNAMIC, DETERMINISTIC = "guidance-part", "fp8", "dynamic", "deterministic"
 BEST = "4"
+EMULATED = {"step": "fused", "linears": "fp8", "attention": "fp8", "graphs": False}
+"""What the preset ``fp8`` rounds, by the kernels' plain twins."""
 TIERS = {
     **{str(n): f"{n} of {NUM_STEPS} evaluations" for n in (NUM_STEPS, *sorted(STATIC_MASKS, reverse=True))},
     BEST: "the 4 evaluations of the dynamic rule when it skips as much as it can",
     DYNAMIC: "the dynamic rule",
     GUIDANCE: "guidance in the first half of the evaluations only, its difference reused behind",
-    FP8: "8-bit weights and attention, on a GPU that has them",
+    FP8: "8-bit weights and attention; on a CPU their numbers in plain PyTorch, which saves no time",
     DETERMINISTIC: "the same bits in every process",
 }
 
@@ -46,8 +49,10 @@ def with_tier(plan: Plan, name: str) -> Plan:
         raise ConfigError("tiers are options of the engine; a server that runs already has its own", got=plan.url)
     options: dict[str, Any] = dict(plan.options)
     if name == FP8:
-        return replace(plan, preset="fp8")
-    if name == BEST:
+        if resolve_device(plan.device).type != "cpu":
+            return replace(plan, preset="fp8")
+        options |= EMULATED
+    elif name == BEST:
         options |= {"schedule": "dynamic_best"}
     elif name == DYNAMIC:
         options |= {"schedule": "dynamic"}
