@@ -22,13 +22,13 @@ import torch
 
 from test.tiny_checkpoint import edit_json, write_checkpoint
 from wam_policy_ros.contract.embodiments import DROID
-from wam_policy_ros.contract.errors import ConfigError, ContractMismatch, EngineError
+from wam_policy_ros.contract.errors import ConfigError, ContractMismatch, EngineError, MissingDependency
 from wam_policy_ros.contract.executed import as_executed, carried, sha256_of
 from wam_policy_ros.serving.client import ClientConfig, connect_policy
 from wam_policy_ros.serving.client_link import LinkConfig
 from wam_policy_ros.sim.errors import RenderingUnavailable, UnknownTask
 from wam_policy_ros.tools.eval import play_here, price_list
-from wam_policy_ros.tools.eval_suite import doors, summary
+from wam_policy_ros.tools.eval_suite import doors, full, summary
 from wam_policy_ros.tools.eval_suite.episode import Episode, EpisodePlayer, sha256_of_all
 from wam_policy_ros.tools.eval_suite.paired import Paired
 from wam_policy_ros.tools.eval_suite.plan import Plan, seed_range, task_names
@@ -374,6 +374,37 @@ def test_a_price_list_of_what_this_machine_can_do(checkpoint: str, capsys: pytes
     assert "not run" in capsys.readouterr().out
 
 
+def test_the_whole_report_grows_and_is_taken_up_again(checkpoint: str, tmp_path: Path) -> None:
+    plan = Plan(checkpoint=checkpoint, device="cpu")
+    asked: list[str] = []
+    short = [True]
+
+    def play(one: Plan, seeds: range) -> tuple[list[Episode], list[str]]:
+        asked.append(one.control or one.door)
+        if one.door == "ros":
+            raise MissingDependency("rclpy", "ros-kilted", "the door ros")
+        count = len(seeds) - (short[0] and one.control == "hold")
+        hits = {"hold": 0, "blank-cameras": 0}.get(one.control, 1)
+        return [episode(s, bool(hits and s % 5)) for s in seeds[:count]], []
+
+    said: list[str] = []
+    assert full.run_full(plan, range(30), tmp_path, play, 0.05, said.append) == 1  # hold was cut short
+    first, short[0] = len(asked), False
+    assert full.run_full(plan, range(30), tmp_path, play, 0.05, said.append) == 0
+    assert asked[first:] == ["ros", "hold"] and asked[0] == "engine"
+    whole = json.loads((tmp_path / "report.json").read_text())
+    assert whole["sections"]["policy"]["successes"] == 24 and whole["sections"]["hold"]["episodes"] == 20
+    assert whole["doors"]["equal"] is True and set(whole["doors"]["actions_sha256"]) == {"engine", "openpi"}
+    assert whole["price_list"]["tiers"]["fp8"]["episodes"] == 30 and "guidance-part" in whole["price_list"]["not_run"]
+    page = (tmp_path / "report.md").read_text()
+    assert "| the policy | 30 | 24 | 0.80 | 0.63 to 0.90 | - | 0.100 s |" in page and "bit for bit" in page
+    assert "not run: rclpy" in page
+    assert full.run_full(plan, range(29), tmp_path, play, 0.05, said.append) == 0
+    assert len(asked) > first + 10, "other seeds are another report"
+    with pytest.raises(ConfigError, match="whole report"):
+        full.run_full(Plan(control="hold"), range(3), tmp_path, play, 0.05, said.append)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -433,7 +464,9 @@ def test_the_demo_in_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture
         shown.append(capsys.readouterr().out)
         report = json.loads((tmp_path / "sim_demo.json").read_text())
         assert report["successes"] == (words[0] == "--expert") and report["rows"][0]["task"] == "lift_mug"
-        assert {p.name for p in tmp_path.iterdir()} == {"sim_demo.mp4", "sim_demo.png", "sim_demo.json"}
+        files = {"sim_demo.mp4", "sim_demo.png", "sim_demo.json"}
+        assert {p.name for p in tmp_path.iterdir()} - {"sim_demo_predicted.png"} == files
+        assert (tmp_path / "sim_demo_predicted.png").is_file() == (words[0] != "--expert")
     assert torch.get_num_threads() == before
     assert "LIFTED" in shown[0] and "not lifted" in shown[1] and "call took" in shown[1]
     assert main(["demo", "--sim", "--expert", "--checkpoint", checkpoint]) == 1

@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--margin", type=float, default=0.05, help="a tier may succeed so much less often")
     out = parser.add_argument_group("what is left")
     out.add_argument("--json", type=Path, default=Path("evaluation.json"))
+    out.add_argument("--full", type=Path, metavar="FOLDER", help="instead of --json: everything that can be said of a "
+                     "checkpoint; what is there already is not played again")  # fmt: skip
     out.add_argument("--pictures", default="", metavar="FOLDER", help="videos and plots of failures")
     out.add_argument("--video-error", action="store_true", help="how far the predicted video is from what then was "
                      "seen, beside that of repeating the last frame; door engine")  # fmt: skip
@@ -66,6 +68,12 @@ def run(args: argparse.Namespace) -> int:
     from .eval_suite.tiers import tier_names
 
     seeds, plan, workers = seed_range(args.seeds), plan_of(args), workers_of(args)
+    if args.full is not None:
+        from functools import partial
+
+        from .eval_suite.full import run_full
+
+        return run_full(plan, seeds, args.full, partial(play, workers=workers, minutes=None), args.margin, _say)
     if args.tiers:
         found, status = price_list(plan, tier_names(args.tiers), seeds, workers, args.minutes, args.margin)
     else:
@@ -74,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
     args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(f"\n{args.json}")
     return status
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def plan_of(args: argparse.Namespace) -> Any:

@@ -15,7 +15,7 @@ from wam_policy_ros.model.packaged import packaged
 
 from .lazy import load
 
-REPORT_FILES = ("sim_demo.mp4", "sim_demo.png", "sim_demo.json")
+REPORT_FILES = ("sim_demo.mp4", "sim_demo.png", "sim_demo.json", "sim_demo_predicted.png")
 INSTRUCTION = "pick up the white mug"
 HONEST = (
     "No checkpoint given: the network is TINY and has RANDOM WEIGHTS. It was never trained: it is NOT a policy, and\n"
@@ -71,13 +71,17 @@ def _play(plan: Any, args: argparse.Namespace) -> int:
         player.close()
     report = summary(plan, [args.seed], [episode])
     video.rename(args.report / REPORT_FILES[0])
+    predicted = plot.with_name(f"{plot.stem}_predicted.png")
     plot.rename(args.report / REPORT_FILES[1])
+    if predicted.is_file():  # only a network predicts
+        predicted.rename(args.report / REPORT_FILES[3])
     (args.report / REPORT_FILES[2]).write_text(json.dumps(report, indent=1), encoding="utf-8")
     others = "".join(f"; took the {n.replace('_', ' ')} instead" for n in episode.taken or ())
     print(f"{'LIFTED' if episode.success else 'not lifted'} after {episode.ticks / 15:.1f} simulated s, "
           f"highest {episode.highest_m:.2f} m{others}")  # fmt: skip
     for name in REPORT_FILES:
-        print(f"  {args.report / name}")
+        if (args.report / name).is_file():
+            print(f"  {args.report / name}")
     if about["random_weights"]:
         print("Reminder: random weights. Nothing above says anything about how well a policy moves a robot.")
     return 0
