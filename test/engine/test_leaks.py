@@ -1,7 +1,7 @@
 """Sessions opened, stepped, copied, reset and closed over and over, with something failing in every round, wherever
 memory is taken: afterwards all of it is where it was.
 
-WAM_LEAK_ROUNDS=10000 pytest -s test/engine/test_leaks.py -k fused    # some minutes; tells what it saw
+WAM_LEAK_ROUNDS=10000 pytest -s --timeout 0 test/engine/test_leaks.py -k fused    # some minutes; tells what it saw
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_a_gpu_is_divided_into_sessions():
     assert found.fixed_bytes == (30 + 2 + PROMPTS_KEPT) * GIB and found.session_bytes == 11 * GIB
     assert found.text == (
         "this GPU holds 7 sessions (11.0 GiB each, 2 more for steps under way; 36.0 GiB of 140 GiB taken by weights "
-        "30.0 GiB, libraries and others 2.0 GiB; 4.0 GiB left for a step)"
+        "30.0 GiB, instructions kept 4.0 GiB, libraries and others 2.0 GiB; 4.0 GiB left for a step)"
     )
 
 

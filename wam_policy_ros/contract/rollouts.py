@@ -289,10 +289,13 @@ class Rollouts:
     # -- episodes ---------------------------------------------------------------------------------------------------
 
     async def open(self, session_id: str | None = None, *, seed: int | None = None) -> Episode:
-        """Start an episode. Its first step takes memory.
+        """Start an episode, and reserve its place in memory.
 
         Args:
             seed: of the noise of all its steps; None: the policy's own.
+
+        Raises:
+            Overloaded: as many sessions are open as there is memory for.
         """
         episode = Episode(self, session_id, seed, None)
 

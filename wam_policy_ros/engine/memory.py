@@ -193,8 +193,11 @@ class Capacity:
         """One line for people."""
         if self.sessions is None:
             return f"memory bounds no sessions ({shown(self.session_bytes)} each): a CPU without memory_budget_gib"
-        fixed = {name: n for name, n in self.taken.by_noun().items() if n and name in _FIXED}
-        most = ", ".join(f"{_FIXED[name]} {shown(n)}" for name, n in sorted(fixed.items(), key=lambda i: -i[1])[:4])
+        fixed = {_FIXED[name]: n for name, n in self.taken.by_noun().items() if n and name in _FIXED}
+        if self.where == "this budget":
+            fixed.pop(_FIXED["beside"], None)
+        fixed["instructions kept"] = self.fixed_bytes - sum(fixed.values())
+        most = ", ".join(f"{name} {shown(n)}" for name, n in sorted(fixed.items(), key=lambda i: -i[1])[:4])
         count = f"{self.sessions} session{'s' * (self.sessions != 1)}"
         return (
             f"{self.where} holds {count} ({shown(self.session_bytes)} each, {self.spare} more for steps under way; "
