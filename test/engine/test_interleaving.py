@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from test.engine.tiny_policy import look, make_policy, same
+from test.engine.tiny_policy import look, make_network, make_policy, same
 from wam_policy_ros.contract.errors import Cancelled, EngineError, ObservationError, Overloaded, SessionError
 from wam_policy_ros.contract.interface import CommittedRows, Interleaves, interleaves
 from wam_policy_ros.engine import timing
@@ -24,6 +24,7 @@ CONFIGS = {
     "fused": EngineConfig(evaluations=5, step="fused"),
     "deterministic": EngineConfig(evaluations=5, step="fused", deterministic=True),
     "plain, deterministic": EngineConfig(evaluations=5, deterministic=True),
+    "text encoder on the host": EngineConfig(evaluations=5, step="fused", text="streamed"),
     "dynamic, guidance reused": EngineConfig(
         step="fused", schedule="dynamic", guidance_steps=(0, 6), guidance_between="reuse"
     ),
@@ -91,7 +92,9 @@ def at_questions(which: Callable[[int], bool], todo: Callable[[], object]) -> tu
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def policy(request) -> DreamZeroPolicy:
-    return make_policy(CONFIGS[request.param])
+    config = CONFIGS[request.param]
+    # A text encoder that has gone to the host is nobody else's.
+    return make_policy(config, network=make_network() if config.text == "streamed" else None)
 
 
 @pytest.fixture(scope="module", params=["plain", "fused"])
@@ -254,3 +257,22 @@ def test_time_of_others_is_no_time_of_the_step(monkeypatch) -> None:
 
 def test_a_step_shared_by_ranks_is_not_interleaved() -> None:
     assert not interleaves(make_policy(EngineConfig(evaluations=5, step="fused", branches="apart")))
+
+
+def test_a_step_inside_the_encoding_of_an_instruction() -> None:
+    """Which takes several evaluations when the encoder's weights come from the host: both encode the same one."""
+    config = CONFIGS["text encoder on the host"]
+    policy, twin = (make_policy(config, network=make_network()) for _ in range(2))
+    outer, inner = Episode(policy, 1, OUTER), Episode(policy, 2, OUTER)
+    asked, done = at_questions(lambda n: n == 0, inner.step)
+    outer.step(asked)
+    assert done == [0] and outer.chunks[0].timings_s["interrupted"] > 0
+    for episode in (outer, inner):
+        separate = Episode(twin, episode.number, OUTER)
+        separate.step()
+        assert same(separate.chunks[0], episode.chunks[0])
+    given_up = Episode(policy, 3, INNER)
+    with pytest.raises(Cancelled, match="instruction"):
+        given_up.step(lambda: True)
+    given_up.step()
+    assert given_up.session.step == 1

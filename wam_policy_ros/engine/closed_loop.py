@@ -95,16 +95,20 @@ def closed_loop_step(
         probe: called with a name and a tensor at every recorded point (for comparisons).
 
     Raises:
-        Cancelled: before the prefill, or before an evaluation.
+        Cancelled: while an instruction is encoded, before the prefill, or before an evaluation.
         ValueError: a number of frames the algorithm does not define.
     """
     cfg = network.config
     block = cfg.dit.num_frame_per_block
     timer = timer or StageTimer(network.device)
     frames = inputs.images.shape[1]
+
+    def between() -> None:
+        ask(cancelled, network.device, "step cancelled while its instruction was encoded")
+
     with timer.stage("text"):
-        prompt = path.prompts(inputs.ids, inputs.mask)
-        negative = path.prompts(inputs.negative_ids, inputs.negative_mask)
+        prompt = path.prompts(inputs.ids, inputs.mask, between if cancelled else None)
+        negative = path.prompts(inputs.negative_ids, inputs.negative_mask, between if cancelled else None)
     _report(probe, prompt_emb0=prompt.embedding, prompt_emb1=negative.embedding)
 
     guided = config.guidance_scale != 1.0

@@ -16,6 +16,7 @@ from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.text_encoder import zero_padding
 
 from .memory import PROMPTS_KEPT, Counter, prompt_bytes
+from .streamed_text import StreamedTextEncoder
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class PromptEncoder:
         self._known: OrderedDict[bytes, Prompt] = OrderedDict()
         self._used: WeakValueDictionary[bytes, Prompt] = WeakValueDictionary()
 
-    def __call__(self, ids: Tensor, mask: Tensor) -> Prompt:
+    def __call__(self, ids: Tensor, mask: Tensor, between: Callable[[], None] | None = None) -> Prompt:
+        """``between``: called now and then while a prompt is encoded that takes long; may raise."""
         key = ids.cpu().numpy().tobytes() + mask.cpu().numpy().tobytes()
         if (known := self._used.get(key)) is not None:
             if key in self._known:
@@ -78,7 +80,9 @@ class PromptEncoder:
             return known
         network, length = self._network, int(mask.sum(dim=1).min())
         ids, mask = ids.to(network.device), mask.to(network.device)
-        embedding = zero_padding(self._encode(ids, mask), mask)
+        asks = between is not None and isinstance(self._encode, StreamedTextEncoder)
+        states = self._encode(ids, mask, between) if asks else self._encode(ids, mask)  # type: ignore[call-arg]
+        embedding = zero_padding(states, mask)
         prompt = Prompt(ids.cpu(), embedding, self._keys(embedding, length))
         self._used[key] = prompt
         self._remember(key, prompt)

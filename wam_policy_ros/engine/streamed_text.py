@@ -7,7 +7,7 @@ the published encoder would only take the place of windows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from wam_policy_ros.model.text_encoder import TextEncoder, position_buckets
+
+BETWEEN = 4
 
 _CHUNK_BYTES = 1 << 28
 _ALIGNED = 256
@@ -77,14 +79,17 @@ class StreamedTextEncoder:
         self._embedding = self._embedding.to("cpu")
 
     @torch.inference_mode()
-    def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """As ``TextEncoder.forward``."""
+    def __call__(self, ids: Tensor, mask: Tensor, between: Callable[[], None] | None = None) -> Tensor:
+        """As ``TextEncoder.forward``. ``between`` is called before every ``BETWEEN`` blocks and may raise: to bring all
+        of them takes as long as several evaluations of the network."""
         ids, mask = ids.to(self._device), mask.to(self._device)
         buckets = position_buckets(ids.shape[1], self._heads.num_buckets, self._device)
         padding = (mask == 0)[:, None, None, :]
         table = self._embedding
         x = F.embedding(ids.to(table.device), table).to(self._device)
         for i, block in enumerate(self._blocks):
+            if between is not None and i % BETWEEN == 0:
+                between()
             there = {name: w.to(self._device, non_blocking=True) for name, w in self._weights[i].items()}
             x = functional_call(block, there, (x, buckets, padding))
         return self._norm(x)

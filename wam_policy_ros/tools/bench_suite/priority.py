@@ -146,7 +146,7 @@ class Caller:
 
 
 class Bench:
-    """Owner, robot and clients; ``stop`` it."""
+    """Owner, robot and clients; ``warm_up`` first, ``stop`` at the end."""
 
     def __init__(self, policy: DreamZeroPolicy, *, clients: int) -> None:
         self._policy = Interruptible(policy)
@@ -156,6 +156,7 @@ class Bench:
             limits=OwnerLimits(max_preemptions=8),
             warm_up=False,
         )
+        self._step_s = 0.0  # of the robot, without waiting
         self.owner.start()
         while self.owner.status.phase is not Phase.READY:
             time.sleep(0.01)
@@ -176,6 +177,7 @@ class Bench:
         for caller in (self.robot, *self.clients):
             for _ in range(CALLS + 1):
                 caller.step(self.owner, Priority.CLIENT)
+        self._step_s = self.robot.chunks[-1].timings_s["total"]
         for caller in (self.robot, *self.clients):
             caller.forget()
 
@@ -222,11 +224,9 @@ class Bench:
 
     def _robot(self, priority: Priority, end: float, pause: float) -> None:
         chance = random.Random(1)
-        alone = 0.0
-        while time.monotonic() < end:
-            took = self.robot.step(self.owner, priority)
-            alone = self.robot.chunks[-1].timings_s["total"] if took is not None else alone
-            time.sleep(chance.uniform(0.0, 2.0 * pause * alone))
+        while time.monotonic() < end or not self.robot.latencies:
+            time.sleep(chance.uniform(0.0, 2.0 * pause * self._step_s))
+            self.robot.step(self.owner, priority)
 
     def _client(self, caller: Caller, stop: threading.Event) -> None:
         while not stop.is_set():
