@@ -397,8 +397,8 @@ def test_the_whole_report_grows_and_is_taken_up_again(checkpoint: str, tmp_path:
     assert whole["doors"]["equal"] is True and set(whole["doors"]["actions_sha256"]) == {"engine", "openpi"}
     assert whole["price_list"]["tiers"]["fp8"]["episodes"] == 30 and "guidance-part" in whole["price_list"]["not_run"]
     page = (tmp_path / "report.md").read_text()
-    assert "| the policy | 30 | 24 | 0.80 | 0.63 to 0.90 | - | 0.100 s |" in page and "bit for bit" in page
-    assert "not run: rclpy" in page
+    assert "| the policy | 30 | 24 | 0.80 | 0.63 to 0.91 | - | 0.100 s |" in page and "bit for bit" in page
+    assert "not run: the door ros needs" in page and "| 20 | 0 | 0.00 | 0.00 to 0.16 |" in page
     assert full.run_full(plan, range(29), tmp_path, play, 0.05, said.append) == 0
     assert len(asked) > first + 10, "other seeds are another report"
     with pytest.raises(ConfigError, match="whole report"):

@@ -134,7 +134,7 @@ def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
         return 0.0, 1.0
     p, n = hits / count, count
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
 def evaluate(

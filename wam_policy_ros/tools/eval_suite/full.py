@@ -21,8 +21,8 @@ from .predicted import video_table
 from .summary import price, price_table, summary, table
 from .tiers import TIERS, with_tier
 
-FEW, DOOR_SEEDS = 20, 3
-"""Seeds of a control; of the comparison of the doors."""
+FEW, DOOR_SEEDS, DRAWN = 20, 3, 3
+"""Seeds of a control; of the comparison of the doors; of videos to look at."""
 MEANT, SAID = "lift_mug", "lift the red apple"
 DOORS = ("engine", "openpi", "ros")
 TIER_ORDER = ("16", "8", "5", "4", "dynamic", "guidance-part", "fp8", "deterministic")
@@ -45,6 +45,8 @@ def sections(plan: Plan, seeds: range, folder: Path) -> Iterator[Section]:
     few, doors = seeds[:FEW], seeds[:DOOR_SEEDS]
     shown = replace(plan, video_error=True, pictures=str(folder / "failures"))
     yield Section("policy", "the policy", shown, seeds)
+    drawn = replace(shown, pictures=str(folder / "episodes"), every=True, shown=DRAWN)
+    yield Section("drawn", "the first of these, drawn whatever came of them", drawn, seeds[:DRAWN])
     exact = replace(plan, options=(*(o for o in plan.options if o[0] != "deterministic"), ("deterministic", True)))
     for door in DOORS:
         yield Section(f"door-{door}", f"door {door}, deterministic", replace(exact, door=door), doors)
@@ -169,7 +171,7 @@ def markdown(whole: Mapping[str, Any]) -> str:
         lines += ["", "## Price list", "", "```", price_table(whole["price_list"]), "```"]
     if whole["video_error"] is not None:
         lines += ["", "## Predicted video", "", "```", video_table(whole["video_error"]), "```"]
-        lines += ["", "Seen above predicted, of failures: `failures/*_predicted.png`."]
+        lines += ["", "Seen above predicted: `episodes/*_predicted.png`, and of failures `failures/*_predicted.png`."]
     lines += ["", f"Machine: {', '.join(f'{k} {v}' for k, v in versions.items() if isinstance(v, str | int))}."]
     return "\n".join(lines) + "\n"
 
