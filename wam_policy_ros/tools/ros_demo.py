@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -98,7 +99,8 @@ def _report(args: argparse.Namespace, played: list[dict[str, Any]], instruction:
     weights = str(shown["policy"]["weights"])
     weights = f"RANDOM WEIGHTS: {weights}" if shown["policy"]["random_weights"] else weights
     ended = "lifted" if shown["success"] else "not lifted"
-    caption = f"{weights[:70]} | {instruction} | scene {shown['seed']}: {ended}"
+    short = textwrap.shorten(weights, 60, placeholder=" ..")
+    caption = f"{short} | {instruction} | scene {shown['seed']}: {ended}"
     frames = write_video(recording, folder / "demo.mp4", caption)
     write_plot(recording, folder / "trajectory.png", caption)
     write_dashboard(recording, folder / "dashboard.png", weights)

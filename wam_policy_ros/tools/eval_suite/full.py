@@ -19,7 +19,7 @@ from .controls import BLANK, EXPERT, HOLD, REPLAY
 from .plan import Plan
 from .predicted import video_table
 from .summary import price, price_table, summary, table
-from .tiers import TIERS, with_tier
+from .tiers import with_tier
 
 FEW, DOOR_SEEDS, DRAWN = 20, 3, 3
 """Seeds of a control; of the comparison of the doors; of videos to look at."""
@@ -62,9 +62,9 @@ def sections(plan: Plan, seeds: range, folder: Path) -> Iterator[Section]:
     yield Section("expert", "the scripted expert, the upper bound", without(EXPERT), seeds)
     for tier in TIER_ORDER:
         try:
-            yield Section(f"tier-{tier}", f"tier {tier}: {TIERS[tier]}", with_tier(plan, tier), seeds)
+            yield Section(f"tier-{tier}", f"tier {tier}", with_tier(plan, tier), seeds)
         except ConfigError as error:
-            yield Section(f"tier-{tier}", f"tier {tier}: {TIERS[tier]}", str(error), seeds)
+            yield Section(f"tier-{tier}", f"tier {tier}", str(error), seeds)
 
 
 def run_full(plan: Plan, seeds: range, folder: Path, play: Play, margin: float, say: Callable[[str], None]) -> int:
@@ -118,8 +118,8 @@ def _section(section: Section, path: Path, play: Play, say: Callable[[str], None
 def _key(plan: Plan, seeds: range) -> str:
     """Of what a section's result depends on: the plan, the seeds, the weights' files."""
     folder = located(plan.checkpoint) if plan.checkpoint else None
-    files = sorted(folder.rglob("*")) if folder else []
-    stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.is_file()]
+    files = sorted([*folder.glob("*.safetensors"), *folder.rglob("metadata.json")]) if folder else []
+    stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return json.dumps([plan.described(), list(seeds)[:1], len(seeds), stamps], default=str)
 
 
@@ -128,7 +128,9 @@ def assemble(found: Mapping[str, dict[str, Any]], titles: Mapping[str, str], mar
     played = {n: r for n, r in found.items() if r.get("episodes")}
     tiers = {n.removeprefix("tier-"): r for n, r in played.items() if n.startswith("tier-")}
     refused = {n.removeprefix("tier-"): r["not_run"] for n, r in found.items() if n[:5] == "tier-" and "not_run" in r}
-    hashes = {door: played[f"door-{door}"]["actions_sha256"] for door in DOORS if f"door-{door}" in played}
+    doors = {door: played[f"door-{door}"] for door in DOORS if f"door-{door}" in played}
+    hashes = {door: r["actions_sha256"] for door, r in doors.items()}
+    seeds = {r["episodes"] for r in doors.values()}
     first = TIER_ORDER[0]
     policy = played.get("policy", {})
     return {
@@ -140,7 +142,8 @@ def assemble(found: Mapping[str, dict[str, Any]], titles: Mapping[str, str], mar
             else {"title": titles[n], "not_run": r["not_run"]}
             for n, r in found.items()
         },
-        "doors": {"actions_sha256": hashes, "equal": len(set(hashes.values())) == 1 if len(hashes) > 1 else None},
+        "doors": {"seeds": max(seeds, default=0), "actions_sha256": hashes,
+                  "equal": len(set(hashes.values())) == 1 if len(hashes) > 1 else None},
         "price_list": price(tiers, refused, first, margin) if first in tiers else None,
         "video_error": policy.get("video_error"),
     }  # fmt: skip
@@ -192,5 +195,5 @@ def _row(section: Mapping[str, Any]) -> str:
 def _doors(doors: Mapping[str, Any]) -> Sequence[str]:
     hashes = doors["actions_sha256"]
     words = {True: "the same actions, bit for bit", False: "NOT the same actions", None: "nothing to compare"}
-    return [f"On {DOOR_SEEDS} seeds in the deterministic tier: {words[doors['equal']]}.", "",
+    return [f"On {doors['seeds']} seeds in the deterministic tier: {words[doors['equal']]}.", "",
             *(f"- {door}: `{digest}`" for door, digest in hashes.items())]  # fmt: skip
