@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from test.engine.tiny_policy import look, make_network, make_policy, same
 from wam_policy_ros.contract.errors import Cancelled, EngineError, ObservationError, Overloaded, SessionError
 from wam_policy_ros.contract.interface import CommittedRows, Interleaves, interleaves
+from wam_policy_ros.contract.policy_thread import Phase, PolicyThread, Priority
 from wam_policy_ros.engine import timing
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.policy import DreamZeroPolicy
@@ -276,3 +279,35 @@ def test_a_step_inside_the_encoding_of_an_instruction() -> None:
         given_up.step(lambda: True)
     given_up.step()
     assert given_up.session.step == 1
+
+
+def test_a_robot_and_clients_in_threads_get_what_each_gets_alone(fused) -> None:
+    """Through the owner: the robot's steps wherever they happen to come."""
+    owner = PolicyThread(lambda progress: fused, log=lambda *_: None, warm_up=False)
+    owner.start()
+    robot, *clients = (Episode(fused, n, p) for n, p in ((2, INNER), (1, OUTER), (3, OUTER)))
+    over = threading.Event()
+
+    def ask(who: Episode, priority: Priority) -> None:
+        owner.submit(
+            lambda policy, cancelled: who.step(cancelled), lane=who.number, priority=priority,
+            preempt=priority is Priority.ROBOT, about=lambda: who.session,
+        ).result(60)  # fmt: skip
+
+    def busy(client: Episode) -> None:
+        while not over.is_set():
+            ask(client, Priority.CLIENT)
+
+    while owner.status.phase is not Phase.READY:
+        time.sleep(0.01)
+    threads = [threading.Thread(target=busy, args=(client,), daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    while owner.traffic.interleaved < 6:
+        ask(robot, Priority.ROBOT)
+        time.sleep(0.02)
+    over.set()
+    for thread in threads:
+        thread.join(60)
+    assert owner.traffic.restarted == 0 and owner.stop(10)
+    assert all(client.chunks for client in clients) and all_alone(robot, *clients)

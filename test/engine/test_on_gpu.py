@@ -121,6 +121,32 @@ def distance(a, b) -> float:
 # -- graphs -----------------------------------------------------------------------------------------------------
 
 
+def test_a_step_inside_another_one_at_every_question(policy):
+    """Recorded work of several windows and of the encoders, in turns: both steps give what they give alone."""
+    outer, inner, chunks = policy.open(seed=1), policy.open(seed=2), ([], [])
+    asked = 0
+
+    def robot() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked % 3 == 0:  # not always at the same questions: a step has another number of them
+            seen = look(policy.spec, 200 + len(chunks[1]), frames=PLAN[len(chunks[1]) % len(PLAN)])
+            chunks[1].append(policy.infer(inner, seen))
+        return False
+
+    for call, frames in enumerate(PLAN):
+        chunks[0].append(policy.infer(outer, look(policy.spec, 100 + call, frames=frames), cancelled=robot))
+    policy.close(outer), policy.close(inner)
+    assert len(chunks[1]) >= 2 * len(PLAN) and any("interrupted" in chunk.timings_s for chunk in chunks[0])
+    for number, found in enumerate(chunks):
+        plan = [PLAN[i % len(PLAN)] for i in range(len(found))]
+        alone = run(policy, plan, seed=number + 1, session_seed=number + 1)
+        assert all(equal(a, b) for a, b in zip(found, alone, strict=True))
+    for chunk in chunks[0]:
+        stages = {k: v for k, v in chunk.timings_s.items() if k not in ("total", "interrupted")}
+        assert all(seconds >= -1e-3 for seconds in stages.values()), stages
+
+
 def compiled() -> int:
     """Kernels that Triton has compiled in this process."""
     if not GPU:

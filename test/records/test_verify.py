@@ -16,7 +16,7 @@ from test.serving.harness import RememberingPolicy, small_spec
 from wam_policy_ros.contract.errors import EngineError
 from wam_policy_ros.contract.fakes import ScriptedPolicy
 from wam_policy_ros.contract.fingerprint import Fingerprint
-from wam_policy_ros.contract.interface import Forks
+from wam_policy_ros.contract.interface import Forks, interleaves
 from wam_policy_ros.contract.places import Placed, place_of
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.policy import with_config
@@ -60,6 +60,32 @@ def test_a_sound_record_is_proven_and_leaves_no_session(tmp_path):
     assert report.proven and (report.calls, report.same, report.refused, report.skipped) == (9, 9, 1, 0)
     assert report.sessions == 4 and not policy.sessions
     assert report.as_dict()["proven"] is True
+
+
+class Nesting(RememberingPolicy):
+    """Asks at least once in every step that has a ``cancelled``."""
+
+    interleaves = True
+
+    def infer(self, session, observation, *, cancelled=None):
+        assert cancelled is None or not cancelled()
+        return super().infer(session, observation)
+
+
+def test_a_step_inside_another_one_is_played_back(tmp_path):
+    def nested(p, spec):
+        assert interleaves(p)
+        a, b = p.open("a"), p.open("b")
+        p.infer(a, look(spec, 1), cancelled=lambda: p.infer(b, look(spec, 2)) is None)
+        p.infer(b, look(spec, 3), cancelled=lambda: p.close(a))
+        p.close(b)
+
+    record(tmp_path, nested, Nesting())
+    found = events(tmp_path)
+    assert [e.values["session"] for e in found if e.topic in (OBSERVATION, CHUNK)] == [1, 2, 2, 1, 2, 2]
+    assert all(e.values["observation_digest"] for e in found if e.topic == CHUNK)
+    report = check(tmp_path)
+    assert report.proven and (report.calls, report.changed) == (3, [])
 
 
 def test_a_policy_in_several_places_is_recorded_in_each(tmp_path):
