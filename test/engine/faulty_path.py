@@ -86,6 +86,7 @@ class FaultyPath:
         self.armed: Fault | None = None
         self.choose: Callable[[], Fault | None] = self._armed
         self._call = self._over = _Call(None, {"text": 2})
+        self._drafts: dict[int, _Call] = {}
         self.prompts = _Prompts(self)
 
     def arm(self, fault: Fault) -> None:
@@ -133,12 +134,18 @@ class FaultyPath:
         return self.inner.encode_first(frame)
 
     def restarted(self, *args: Any) -> WindowState:
-        return self.inner.restarted(*args)
+        return self._mine(self.inner.restarted(*args))
 
     def continued(self, *args: Any) -> WindowState:
-        return self.inner.continued(*args)
+        return self._mine(self.inner.continued(*args))
+
+    def _mine(self, draft: WindowState) -> WindowState:
+        """Before its prefill the step asks, and another call may run."""
+        self._drafts[id(draft)] = self._call
+        return draft
 
     def prefill(self, draft: WindowState, latents: Tensor, start_frame: int, probe: Any) -> WindowState:
+        self._call = self._drafts.pop(id(draft), self._call)
         poisoned = self.passes("prefill")
         begin = draft.cached if draft.slot is not None else draft.cond.length if draft.cond is not None else 0
         out = self.inner.prefill(draft, latents, start_frame, probe)
@@ -171,6 +178,7 @@ class FaultyPath:
         return self.inner.denoise(draft, noise, proprio, cancelled=cancelled, probe=probe, **options)
 
     def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
+        self._drafts.pop(id(unwanted), None)
         self.inner.let_go(unwanted, kept)
 
     def wait(self) -> None:
@@ -186,10 +194,16 @@ class _Prompts:
     def __init__(self, path: FaultyPath) -> None:
         self._path = path
 
-    def __call__(self, ids: Tensor, mask: Tensor) -> Any:
+    def __call__(self, ids: Tensor, mask: Tensor, between: Callable[[], None] | None = None) -> Any:
         path = self._path
-        poisoned = path.passes("text")
-        prompt = path.inner.prompts(ids, mask)
+        poisoned, call = path.passes("text"), path._call
+
+        def asked() -> None:
+            assert between is not None
+            between()
+            path._call = call  # another one may have run meanwhile
+
+        prompt = path.inner.prompts(ids, mask, asked if between else None)
         if poisoned:
             _poison_keys(prompt.keys)
         return prompt
