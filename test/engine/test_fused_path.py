@@ -151,7 +151,7 @@ def test_windows_are_given_back(fused):
     pool = fresh.path.pool
     assert pool.made == 2 and pool.idle == 2
     slot = pool.acquire()
-    held = (*slot.k, *slot.v, slot.text_k, slot.text_v, slot.image_k, slot.image_v, slot.ys, slot.cross_unscale)
+    held = slot.tensors()
     assert (
         pool.layout.nbytes == sum(t.numel() * t.element_size() for t in held) and pool.nbytes == 2 * pool.layout.nbytes
     )
