@@ -10,7 +10,7 @@ import torch
 
 from test.engine.test_memory import bounded
 from test.engine.tiny_policy import look, make_network, make_policy, same
-from wam_policy_ros.contract.errors import Overloaded, SessionError
+from wam_policy_ros.contract.errors import Cancelled, Overloaded, SessionError
 from wam_policy_ros.contract.interface import Forks
 from wam_policy_ros.engine.config import EngineConfig
 
@@ -70,6 +70,23 @@ def test_both_go_on_as_if_alone(config, at):
     # What lives longest stands where it was forked, whatever became of the others.
     assert same(policy.infer(grandchild, mine[at]), expected["parent"][at])
     policy.close(grandchild)
+
+
+def test_a_fork_after_a_restart_of_a_full_window_was_given_up(policy):
+    """The restart has written over what nobody reads again; session and fork begin the window anew all the same."""
+    observations = script(policy.spec, 5)
+    expected = play(policy, observations)
+    parent = policy.open("parent")
+    for o in observations[:4]:
+        policy.infer(parent, o)
+    asked = iter([False, True])
+    with pytest.raises(Cancelled):
+        policy.infer(parent, observations[4], cancelled=lambda: next(asked))
+    child = policy.fork(parent)
+    for o, chunk in zip(observations[4:], expected[4:], strict=True):
+        assert all(same(policy.infer(session, o), chunk) for session in (child, parent))
+    policy.close(parent)
+    policy.close(child)
 
 
 def test_a_seed_of_its_own(policy):

@@ -125,8 +125,15 @@ def test_only_one_fork_lives_on():
             void.past()
         with pytest.raises(EngineError, match="7 tokens"):
             void.append(_kv(13, 1))
-        with pytest.raises(EngineError, match="clone the window"):
-            void.clone()
+        for copy in (copied := void.clone(), copied.clone()):
+            with pytest.raises(EngineError, match="clone the window"):
+                copy.past()
+            with pytest.raises(EngineError):
+                copy.append(_kv(13, 1))
+            assert copy.nbytes == 0
+            afresh = copy.emptied()
+            afresh.append(_kv(40, 2))
+            assert _tokens(afresh) == [40, 41]
     c.append(_kv(30, 1))
     with pytest.raises(EngineError):
         b.past()

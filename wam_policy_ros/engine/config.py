@@ -135,9 +135,11 @@ class EngineConfig:
             raise ConfigError("sigma_shift must be positive", got=self.sigma_shift)
         if type(self.seed) is not int:
             raise ConfigError("seed must be an integer", got=repr(self.seed))
-        if self.memory_budget_gib < 0:
+        if not 0 <= self.memory_budget_gib < 2**30:
             raise ConfigError(
-                "memory_budget_gib is below zero", got=self.memory_budget_gib, expected="GiB, or 0: what the device has"
+                "memory_budget_gib is no size of memory",
+                got=self.memory_budget_gib,
+                expected="GiB, or 0: what the device has",
             )
         self._check_guidance()
         self._check_step()

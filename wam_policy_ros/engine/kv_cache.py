@@ -102,14 +102,16 @@ class KVWindow:
         return other
 
     def clone(self) -> KVWindow:
-        """The same contents in buffers of its own: both go on, independently.
-
-        Raises:
-            EngineError: another fork has overwritten what this one holds.
+        """The same contents in buffers of its own: both go on, independently. What another fork has overwritten is gone
+        for the clone as well, which says so when it is read: a full window whose restart was given up can be cloned and
+        restarted again.
         """
-        self._check()
         other = KVWindow(self.capacity)
-        other._k, other._v, other.length = [k.clone() for k in self._k], [v.clone() for v in self._v], self.length
+        other.length = self.length
+        if self._void:
+            other._writes.note(0)
+        else:
+            other._k, other._v = [k.clone() for k in self._k], [v.clone() for v in self._v]
         return other
 
     def emptied(self) -> KVWindow:
@@ -122,8 +124,12 @@ class KVWindow:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self._k, *self._v))
 
+    @property
+    def _void(self) -> bool:
+        return self._writes.since(self._seen, self.length)
+
     def _check(self) -> None:
-        if self._writes.since(self._seen, self.length):
+        if self._void:
             raise EngineError(
                 "the window's keys and values were overwritten by another fork of it",
                 got=f"{self.length} tokens",
