@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wam_policy_ros.contract import rollouts as rollouts_module
 from wam_policy_ros.contract.errors import (
     Cancelled,
     ConfigError,
@@ -442,6 +443,23 @@ def test_a_policy_that_cannot_be_made_is_said_and_leaves_no_thread() -> None:
 
     asyncio.run(main())
     assert not [t for t in threading.enumerate() if t.name.startswith("wam_policy_owner")]
+
+
+def test_a_call_that_does_not_end_does_not_keep_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts_module, "STOP_S", 0.1)
+    policy = Adder()
+
+    async def main() -> None:
+        async with Rollouts(lambda progress: policy) as rollouts:
+            episode = await rollouts.open()
+            step = asyncio.ensure_future(episode.step(seen(prompt="deaf")))
+            await until(policy.entered.is_set)
+        assert rollouts._owner.hung and not step.done()
+        policy.go.set()
+        await until(lambda: not rollouts._owner.alive)
+        assert value(await step) == 0.0
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_nothing_is_left_of_many_episodes() -> None:

@@ -30,7 +30,8 @@ __all__ = ["Blocking", "Episode", "Rollouts", "Snapshot"]
 
 T = TypeVar("T")
 STOP_S = 30.0
-"""An owner that was made here and has not stopped after this time hangs; its thread is left behind."""
+"""For the sessions of an owner that was made here to close, and for it to stop: else it hangs, and its thread is left
+behind."""
 
 
 class Rollouts:
@@ -110,11 +111,15 @@ class Rollouts:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close all that is open; an owner of its own is stopped."""
+        """Close all that is open; an owner of its own is stopped, also when a call of it does not end."""
         self._over = True
         closing = [held._begin_close() for held in list(self._held)]
         try:
-            await asyncio.shield(asyncio.gather(*closing))
+            if closing:
+                await asyncio.wait(closing, timeout=STOP_S if self._mine else None)
+            for one in closing:
+                if one.done():
+                    one.result()
         finally:
             await self._leave()
 

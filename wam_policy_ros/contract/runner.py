@@ -192,7 +192,7 @@ class Runner:
             return
         ticket.begin()
         if (early := self._expired(ticket)) is not None:
-            self._refused[Refusal.LATE] += 1
+            self._count(Refusal.LATE)
             ticket.fail(early)
             return
         work = ticket.work
@@ -264,7 +264,7 @@ class Runner:
         ticket.preempt = False
         ticket.preemptions += 1
         if ticket.preemptions > self.limits.max_preemptions:
-            self._refused[Refusal.INTERRUPTED] += 1
+            self._count(Refusal.INTERRUPTED)
             ticket.fail(Overloaded("the robot needs the policy", got=f"interrupted {ticket.preemptions} times"))
             return
         with self.cond:
@@ -296,13 +296,16 @@ class Runner:
     def _refuse(self, ticket: Ticket[Any], decision: Decision) -> None:
         """Its turn has come too late."""
         assert decision.refusal is not None and ticket.deadline_s is not None
-        with self.cond:
-            self._refused[decision.refusal] += 1
+        self._count(decision.refusal)
         left_s = ticket.deadline_s - time.monotonic()
         what = "the deadline of this call has passed" if left_s < 0 else "the deadline of this call cannot be met"
         ticket.fail(
             DeadlineExceeded(what, got=f"{left_s * 1e3:.0f} ms left", remedy="allow more time, or ask less often")
         )
+
+    def _count(self, refusal: Refusal) -> None:
+        with self.cond:  # several places refuse at once
+            self._refused[refusal] += 1
 
     def _note(self, place: PlaceState, failures: int, last_error: str) -> None:
         """Health of a place. That of the owner is the best one's."""
