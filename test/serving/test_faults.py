@@ -63,7 +63,7 @@ def test_a_call_that_does_not_end_is_said_to_everybody_and_loses_its_own_session
         policy.gate.set()  # it goes on after all
         wait_for(lambda: one.http("/readyz")[0] == 200, 20)
         again = [c.ask(request(i, n)) for c, i, n in ((a, 0, "a"), (b, 4, "b"))]
-        np.testing.assert_array_equal(again[0], first[0]), "from the beginning: nothing of the lost one is left"
+        np.testing.assert_array_equal(again[0], first[0], "from the beginning: nothing of the lost one is left")
         np.testing.assert_array_equal(again[1], alone(request(1, "b"), request(4, "b"))[1])
         wait_for(lambda: len(policy.sessions) == len(one.server.table) == 2, what="the others are freed")
 

@@ -141,8 +141,8 @@ def test_a_client_that_leaves_inside_is_gone_after_the_robots_step():
 
 def test_a_deadline_that_passes_inside_is_told():
     with served(Interleaved(), errors="keep_open") as one, Client(one) as client:
-        begun(one, client, request(0, deadline_ms=150))
-        moving = robot(one, takes_s=0.3)
+        begun(one, client, request(0, deadline_ms=600))
+        moving = robot(one, takes_s=0.8)
         assert "DeadlineExceeded" in client.receive()
         assert not isinstance(moving.future.exception(5), Cancelled)
         one.policy.gate.set()
