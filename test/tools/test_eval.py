@@ -410,6 +410,7 @@ def test_the_whole_report_grows_and_is_taken_up_again(checkpoint: str, tmp_path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--random-weights", "tiny", "--full", "there", "--minutes", "1"], "plays every tier, to its end"),
         (["--door", "ros", "--attach", "--control", "hold"], "runs already"),
         (["x", "--attach"], "only the door ros"),
         (["x", "--door", "ros", "--control", "blank-cameras"], "simulator's"),

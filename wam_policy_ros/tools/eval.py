@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--full", type=Path, metavar="FOLDER", help="instead of --json: everything that can be said of a "
                      "checkpoint; what is there already is not played again")  # fmt: skip
     out.add_argument("--pictures", default="", metavar="FOLDER", help="videos and plots of failures")
+    out.add_argument("--shown", type=int, default=3, help="how many of them, about")
+    out.add_argument("--every", action="store_true", help="of successes, too")
     out.add_argument("--video-error", action="store_true", help="how far the predicted video is from what then was "
                      "seen, beside that of repeating the last frame; door engine")  # fmt: skip
-    out.add_argument("--shown", type=int, default=3, help="how many, about")
-    out.add_argument("--every", action="store_true", help="of successes, too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
     seeds, plan, workers = seed_range(args.seeds), plan_of(args), workers_of(args)
     if args.full is not None:
+        if args.tiers or args.minutes is not None:
+            raise ConfigError("the whole report plays every tier, to its end", got="--full with --tiers or --minutes")
         from functools import partial
 
         from .eval_suite.full import run_full

@@ -163,5 +163,5 @@ def _busy(wait: Blocking, number: int) -> Iterator[None]:
             future.result()  # it ended by itself: why
     finally:
         future.cancel()
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(Exception):
             future.exception(timeout=10.0)
