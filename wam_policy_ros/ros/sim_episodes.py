@@ -7,6 +7,7 @@ One line of JSON per episode on stdout. ``python -m wam_policy_ros.ros.sim_episo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -95,8 +96,9 @@ class SimEpisodes(Node):
         return {n: last[n] for n in names} | {"rows": self._rows(first), "policy": self._about(before)}
 
     def restore(self) -> None:
-        """What was set for episodes is not to stay."""
-        self._set(instruction="", max_ticks=0)
+        """What was set for episodes is not to stay in a simulator that is still there."""
+        if self._sim_parameters.services_are_ready():
+            self._set(instruction="", max_ticks=0)
 
     def _began(self, first: dict[str, Any]) -> None:
         """A new episode; for those who listen along."""
@@ -222,8 +224,8 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser.parse_args(split_arguments(argv[1:])[0])
     end_s = time.monotonic() + 60 * options.minutes if options.minutes is not None else float("inf")
     rclpy.init(args=argv)
+    node = SimEpisodes(options.sim, options.policy, start_s=options.start_s, quiet_s=options.quiet_s)
     try:
-        node = SimEpisodes(options.sim, options.policy, start_s=options.start_s, quiet_s=options.quiet_s)
         for seed, task, words in json.loads(options.episodes):
             if time.monotonic() >= end_s:
                 break
@@ -231,6 +233,8 @@ def main(args: Sequence[str] | None = None) -> int:
         node.restore()
     except WamError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        with contextlib.suppress(WamError):
+            node.restore()
         return 1
     finally:
         rclpy.try_shutdown()

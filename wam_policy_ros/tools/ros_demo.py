@@ -69,7 +69,7 @@ def _follow(command: Sequence[str], environment: dict[str, str], trouble: Any) -
     """Print what the recorder says; what it gives at its end."""
     from .eval_suite.ros_door import end_with
 
-    last = ""
+    last = told = ""
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -78,14 +78,16 @@ def _follow(command: Sequence[str], environment: dict[str, str], trouble: Any) -
         try:
             for line in process.stdout:
                 last = line.rstrip()
-                if not last.startswith("[{"):
+                if last.startswith("[{"):  # a library may have a word after it
+                    told = last
+                else:
                     print(last, flush=True)
         except BaseException:
             process.kill()
             raise
-    if process.returncode != 0:
+    if process.returncode != 0 or not told:
         raise ConfigError("the demo ended before its report", got=trouble() or last or f"status {process.returncode}")
-    played: list[dict[str, Any]] = json.loads(last)
+    played: list[dict[str, Any]] = json.loads(told)
     return played
 
 
