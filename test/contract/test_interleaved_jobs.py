@@ -267,14 +267,14 @@ def test_a_step_that_cannot_meet_its_deadline_is_not_started(owner: Owner) -> No
 def test_refusals_are_counted_by_reason() -> None:
     owner = Owner(max_queued=3, max_per_lane=1)
     step, ticket = owner.client()
-    for lane in "abc":
-        owner.thread.submit(lambda p, c: None, lane=lane)
+    waits = [owner.thread.submit(lambda p, c: None, lane=lane) for lane in "abc"]
     for lane in "ad":
         with pytest.raises(Overloaded):
             owner.thread.submit(lambda p, c: None, lane=lane)
+    waits[0].cancel(DeadlineExceeded("whoever asked has looked at a clock"))
     step.go.set()
     ticket.result(5)
-    assert owner.thread.traffic.refused == {Refusal.LANE_FULL: 1, Refusal.QUEUE_FULL: 1}
+    assert owner.thread.traffic.refused == {Refusal.LANE_FULL: 1, Refusal.QUEUE_FULL: 1, Refusal.LATE: 1}
     assert owner.thread.stop(5)
 
 

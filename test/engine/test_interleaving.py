@@ -133,6 +133,24 @@ def test_a_step_inside_another_one_at_every_question(policy) -> None:
     assert all("interrupted" not in chunk.timings_s for chunk in inner.chunks)
 
 
+def test_another_step_runs_between_a_new_instruction_and_the_pictures(either, monkeypatch) -> None:
+    """Each of the two takes about as long as an evaluation, so nobody waits for both."""
+    outer, inner = Episode(either, 1, OUTER), Episode(either, 2, INNER)
+    either.path.prompts.forget()
+    encoded: list[str] = []
+    first = either.path.encode_first
+    monkeypatch.setattr(either.path, "encode_first", lambda frame: encoded.append("pictures") or first(frame))
+
+    def robot() -> None:
+        encoded.append("robot")
+        inner.step()
+
+    asked, done = at_questions(lambda n: n == 0, robot)
+    outer.step(asked)
+    assert encoded == ["robot", "pictures", "pictures"] and done == [0]
+    assert all_alone(outer, inner)
+
+
 def test_three_deep(fused) -> None:
     one, two, three = (Episode(fused, n, p) for n, p in enumerate((OUTER, INNER, OUTER), 1))
     for at in (1, 3):

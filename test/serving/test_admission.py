@@ -16,6 +16,7 @@ from wam_policy_ros.contract.fakes import example_observation
 from wam_policy_ros.contract.policy_thread import Phase
 from wam_policy_ros.engine.replicas.policy import Replicas
 from wam_policy_ros.ros.worker import InferenceWorker, Request
+from wam_policy_ros.serving.sessions import SessionTable
 
 
 class Pending:
@@ -149,3 +150,14 @@ def test_a_robots_server_leaves_the_robots_place_alone(capacity: int, room: int)
             answers = [client.ask(request(0, session_id=f"s{i}")) for i in range(4)]
         assert [not isinstance(a, str) for a in answers] == [i < room for i in range(4)]
         assert ("session(s), 1 of them the robot's" in answers[3]) == (room < 3)
+
+
+def test_who_is_refused_is_told_that_memory_is_being_freed() -> None:
+    table = SessionTable(max_sessions=2, idle_s=0.0, resume_s=0.0)
+    holder = object()
+    table.take("a", holder)
+    table.freeing = 1
+    with pytest.raises(Overloaded, match="1 of 2 in use, the memory of 1 more is being freed"):
+        table.take("b", holder)
+    table.made_room(1)
+    table.take("b", holder)

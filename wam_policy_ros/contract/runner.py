@@ -129,6 +129,8 @@ class Runner:
             queued = self.queue.remove(ticket)
             if not queued:
                 ticket.error = ticket.error or error
+            elif isinstance(error, DeadlineExceeded):  # whoever submitted it had a clock of its own
+                self._refused[Refusal.LATE] += 1
         if queued:
             ticket.fail(error)
 

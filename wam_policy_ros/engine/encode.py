@@ -70,7 +70,7 @@ class PromptEncoder:
         self._used: WeakValueDictionary[bytes, Prompt] = WeakValueDictionary()
 
     def __call__(self, ids: Tensor, mask: Tensor, between: Callable[[], None] | None = None) -> Prompt:
-        """``between``: called now and then while a prompt is encoded that takes long; may raise."""
+        """``between``: called after a prompt was encoded, and now and then while one is that takes long; may raise."""
         key = ids.cpu().numpy().tobytes() + mask.cpu().numpy().tobytes()
         if (known := self._used.get(key)) is not None:
             if key in self._known:
@@ -86,6 +86,8 @@ class PromptEncoder:
         prompt = Prompt(ids.cpu(), embedding, self._keys(embedding, length))
         self._used[key] = prompt
         self._remember(key, prompt)
+        if between is not None:  # pictures are encoded next, which takes as long
+            between()
         return prompt
 
     @property

@@ -126,10 +126,11 @@ class SessionTable:
         now = self._clock()
         left = [self.resume_s - (now - s.left_s) for s in self._sessions.values() if s.left_s is not None]
         wait_s = max(min(left, default=0.0), 0.0)
+        freeing = f", the memory of {self.freeing} more is being freed" if self.freeing else ""
         waiting = f", {len(left)} of them wait for a lost client, the first for {wait_s:.0f} s more"
         raise Overloaded(
             "there is no room for another session",
-            got=f"{len(self._sessions)} of {self.limit} in use{waiting if left else ''}"
+            got=f"{len(self._sessions)} of {self.limit} in use{freeing}{waiting if left else ''}"
             + (f"; {self.room[1]}" if self.room is not None and memory else ""),
             remedy="reset or disconnect what is no longer needed, try again later, or "
             + ("serve a preset whose windows take less memory" if memory else "raise max_sessions"),
