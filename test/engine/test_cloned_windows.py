@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -48,13 +49,25 @@ def after(policy, session, seed):
     return [policy.infer(session, look(policy.spec, seed + i, frames=4)) for i in range(4)]
 
 
+@functools.cache
+def alone(way, seed):
+    """What a session gives that nobody copies."""
+    policy = make_policy(WAYS[way])
+    return after(policy, begun(policy), seed)
+
+
 @pytest.fixture(params=WAYS)
-def policy(request):
-    return make_policy(WAYS[request.param])
+def way(request):
+    return request.param
 
 
-def test_both_go_on_alike_and_apart(policy):
-    expected, others = after(policy, begun(policy), 20), after(policy, begun(policy), 50)
+@pytest.fixture
+def policy(way):
+    return make_policy(WAYS[way])
+
+
+def test_both_go_on_alike_and_apart(policy, way):
+    expected, others = alone(way, 20), alone(way, 50)
     session = begun(policy)
     twin, third = copied(policy, session), copied(policy, session)
     mixed = []
@@ -67,8 +80,8 @@ def test_both_go_on_alike_and_apart(policy):
     assert not same(expected[0], others[0])
 
 
-def test_a_copy_outlives_its_origin(policy):
-    expected = after(policy, begun(policy), 20)
+def test_a_copy_outlives_its_origin(policy, way):
+    expected = alone(way, 20)
     session = begun(policy)
     twin = copied(policy, session)
     policy.close(session)
@@ -83,10 +96,8 @@ def test_before_the_first_call_there_is_nothing_to_copy(policy):
     assert same(policy.infer(twin, look(policy.spec, 0)), policy.infer(plain, look(policy.spec, 0)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_memory_for_a_copy_changes_nothing(monkeypatch, way):
-    policy = make_policy(WAYS[way])
-    expected = after(policy, begun(policy), 20)
+def test_no_memory_for_a_copy_changes_nothing(monkeypatch, policy, way):
+    expected = alone(way, 20)
     session = begun(policy)
     held = [(p.made, p.idle) for p in pools(policy)]
     if way == "plain":

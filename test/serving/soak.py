@@ -93,16 +93,17 @@ class Soak:
         self.policy, self.path = make_faulty(CONFIG)
         self.path.hang_s = 4 * STUCK_S
         self.tally, self._lock, self._until_s = Tally(), threading.Lock(), 0.0
-        self.alone = {(c, s): self._episode_alone(c, s) for c in range(clients) for s in range(scripts)}
+        with served(make_policy(CONFIG)) as one, Client(one) as asks:
+            self.alone = {(c, s): self._episode_alone(asks, c, s) for c in range(clients) for s in range(scripts)}
         self._robot_alone = self._robot_steps()
 
-    def _episode_alone(self, client: int, script: int) -> list[Any]:
+    def _episode_alone(self, asks: Client, client: int, script: int) -> list[Any]:
         """Answers of a server that has nothing else to do, and in which nothing fails."""
         answers = []
-        with served(make_policy(CONFIG)) as one, Client(one) as asks:
-            for step in range(STEPS):
-                asks.send(seen(client, script, step, "alone"))
-                answers.append(asks.receive(PATIENCE_S))
+        for message in (*(seen(client, script, step, "alone") for step in range(STEPS)), {"endpoint": "reset"}):
+            asks.send(message)
+            answers.append(asks.receive(PATIENCE_S))
+        assert answers.pop() == "reset successful"
         return answers
 
     def _robot_steps(self) -> list[Any]:
