@@ -15,9 +15,10 @@ from wam_policy_ros.contract.plan import Plan
 from wam_policy_ros.ros.checks import check_steps
 from wam_policy_ros.ros.clock_watch import ClockWatch
 from wam_policy_ros.ros.control import ControlLoop, Substate
-from wam_policy_ros.ros.inputs import Foreseen, Inputs
+from wam_policy_ros.ros.inputs import Inputs
 from wam_policy_ros.ros.joints import JointMap
 from wam_policy_ros.ros.messages import Trajectory, ns_to_stamp, rgb_to_image, trajectory_to_msg
+from wam_policy_ros.ros.observations import Foreseen
 from wam_policy_ros.ros.outputs import TrajectoryOutput
 from wam_policy_ros.ros.parameters import NodeParameters
 from wam_policy_ros.ros.streams import Now

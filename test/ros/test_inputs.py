@@ -15,10 +15,11 @@ from wam_policy_ros.contract.embodiment import get_embodiment
 from wam_policy_ros.contract.errors import ConfigError, InvalidImage, MissingInput, StaleInput
 from wam_policy_ros.contract.fakes import spec_of
 from wam_policy_ros.contract.history import select_frames
-from wam_policy_ros.ros.inputs import Inputs, PendingObservation, camera_topics
+from wam_policy_ros.ros.inputs import Inputs, camera_topics
 from wam_policy_ros.ros.joint_states import JointStateInput
 from wam_policy_ros.ros.joints import JointMap
 from wam_policy_ros.ros.messages import fit, ns_to_stamp, rgb_to_image
+from wam_policy_ros.ros.observations import PendingObservation
 from wam_policy_ros.ros.parameters import NodeParameters
 from wam_policy_ros.ros.streams import CameraInput, Limits, Now
 from wam_policy_ros.ros.subscriptions import subscribe

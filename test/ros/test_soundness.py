@@ -239,7 +239,7 @@ def test_the_size_of_compressed_images_is_read_without_decoding() -> None:
 
 
 def test_an_absurd_size_that_only_decoding_tells_is_refused_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("streams", "inputs"):
+    for module in ("streams", "observations"):
         monkeypatch.setattr(f"wam_policy_ros.ros.{module}.image_size", lambda msg, rules: None)
     rig = Rig(**{"image.compressed": True})
     for name in CAMERAS:

@@ -15,9 +15,9 @@ from wam_policy_ros.contract.errors import EngineError, WamError
 from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
 
 from .assembly import assemble
-from .inputs import Foreseen
 from .joint_states import JointStateInput
 from .messages import Trajectory, stamp_to_ns
+from .observations import Foreseen
 from .parameters import NodeParameters
 from .streams import CameraInput, Now
 from .worker import Phase, Request, Result, WorkerStatus

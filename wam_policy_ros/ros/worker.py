@@ -26,7 +26,7 @@ from wam_policy_ros.contract.policy_thread import (
 )
 from wam_policy_ros.contract.policy_thread import OwnerStatus as WorkerStatus
 
-from .inputs import Foreseen, PendingObservation
+from .observations import Foreseen, PendingObservation
 
 __all__ = ["InferenceWorker", "Phase", "PolicyFactory", "Progress", "Request", "Result", "WorkerStatus"]
 
