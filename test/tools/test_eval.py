@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -27,7 +28,7 @@ from wam_policy_ros.contract.executed import as_executed, carried, sha256_of
 from wam_policy_ros.serving.client import ClientConfig, connect_policy
 from wam_policy_ros.serving.client_link import LinkConfig
 from wam_policy_ros.sim.errors import RenderingUnavailable, UnknownTask
-from wam_policy_ros.tools.eval import play_here, price_list
+from wam_policy_ros.tools.eval import add_arguments, plan_of, play_here, price_list
 from wam_policy_ros.tools.eval_suite import doors, full, summary
 from wam_policy_ros.tools.eval_suite.episode import Episode, EpisodePlayer, sha256_of_all
 from wam_policy_ros.tools.eval_suite.paired import Paired
@@ -70,6 +71,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("further", [[], ["--parallel", "3", "--beside", "2"], ["--workers", "2"]])
+def test_in_the_deterministic_tier_the_threads_depend_on_nothing(
+    further: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's bits depend on them."""
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--random-weights", "tiny", "--device", "cpu", *further]
+    assert plan_of(parser.parse_args([*words, "--deterministic"])).threads == 1
+    assert plan_of(parser.parse_args([*words, "--engine", "deterministic=true"])).threads == 1
+    assert plan_of(parser.parse_args(words)).threads == {0: 1, 4: 6, 2: 3}[len(further)]
 
 
 # -- doors --------------------------------------------------------------------------------------------------------

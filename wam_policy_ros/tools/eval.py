@@ -103,7 +103,7 @@ def plan_of(args: argparse.Namespace) -> Any:
         dialect=args.dialect, tokenizer=args.tokenizer, device=args.device, preset=args.preset,
         options=tuple(options.items()), control=args.control, tasks=task_names(args.task, args.instruction),
         instruction=args.instruction, execute=args.execute, max_ticks=args.max_ticks,
-        threads=max(1, (os.cpu_count() or 1) // workers_of(args)), pictures=args.pictures, shown=args.shown,
+        threads=threads_of(args, bool(options.get("deterministic"))), pictures=args.pictures, shown=args.shown,
         every=args.every, video_error=args.video_error, parallel=args.parallel, beside=args.beside,
     )  # fmt: skip
 
@@ -113,10 +113,21 @@ def workers_of(args: argparse.Namespace) -> int:
         if args.workers < 1:
             raise ConfigError("at least one simulator is needed", got=f"--workers {args.workers}")
         return int(args.workers)
+    return 1 if _on_gpu(args) or args.parallel > 1 else os.cpu_count() or 1
+
+
+def threads_of(args: argparse.Namespace, deterministic: bool) -> int:
+    """Of PyTorch, per policy. A CPU's bits depend on their number, so in the deterministic tier it does not depend on
+    how many policies share the processors."""
+    if deterministic and not _on_gpu(args):
+        return 1
+    return max(1, (os.cpu_count() or 1) // workers_of(args))
+
+
+def _on_gpu(args: argparse.Namespace) -> bool:
     import torch
 
-    gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
-    return 1 if gpu or args.parallel > 1 else os.cpu_count() or 1
+    return args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
 
 
 def one(plan: Any, seeds: range, workers: int, minutes: float | None) -> tuple[dict[str, Any], int]:
