@@ -39,6 +39,31 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(c in said for c in COMMANDS)
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["demo", "--report", "r", "--sead", "3"],
+            "wam demo: error: unrecognized arguments: --sead 3; did you mean --seed?",
+        ),
+        (["bench", "priority", "--client=2", "--secnds=4"], "--secnds=4; did you mean --seconds?"),
+        (["golden", ".", "extra"], "wam golden: error: unrecognized arguments: extra; wam golden --help lists"),
+    ],
+)
+def test_a_mistyped_option_is_answered_by_its_command(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_expert_is_not_quietly_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--expert", "--report", str(tmp_path / "report")]) == 1
+    assert "--expert without --sim" in capsys.readouterr().err and not (tmp_path / "report").exists()
+
+
 def test_up_passes_parameters_in_order() -> None:
     words = up.ros_arguments(
         arguments("--checkpoint", "/data/x y", "--instruction", "don't spill", "--namespace", "arm")

@@ -73,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.sim:
         return sim_demo.run(args)
+    if args.expert:
+        raise ConfigError("the scripted expert plays in lock-step", got="--expert without --sim", expected="both")
     if args.clips is None and (network := args.checkpoint or next(iter(packaged().values()), None)) is not None:
         return ros_demo.run(args, str(network))
     args.seconds = 30.0 if args.seconds is None else args.seconds
@@ -140,7 +142,10 @@ def _report(args: argparse.Namespace, random_weights: bool) -> int:
     chunks = [t for t in recording.trajectories if len(t.positions) > 1]
     if not chunks:
         raise ConfigError(
-            "the node published no trajectory", got=f"log in {args.report / 'node.log'}", expected="at least one chunk"
+            "the node published no trajectory",
+            got=f"log in {args.report / 'node.log'}",
+            expected=f"at least one chunk in {args.seconds:g} s",
+            remedy="a longer --seconds (make demo DURATION=), or the log's reason",
         )
     weights = "RANDOM WEIGHTS, not a policy" if random_weights else f"checkpoint {args.checkpoint.name}"
     print("\ndrawing the report ...", flush=True)

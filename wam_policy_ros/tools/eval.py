@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--engine", action="append", default=[], metavar="OPTION=VALUE", help="engine option")
     what.add_argument("--deterministic", action="store_true", help="the same bits in every process")
     how = parser.add_argument_group("which episodes")
-    how.add_argument("--seeds", default="0:50", metavar="A:B", help="scenes A to B - 1; below 1000 none was trained on")
+    how.add_argument("--seeds", default="0:50", metavar="A:B", help="scenes A to B - 1, or N: the first N; below 1000 "
+                     "none was trained on")  # fmt: skip
     how.add_argument("--task", default="", help="names with commas between them; default: all, drawn by the seed")
     how.add_argument("--instruction", default="", help="said in every episode; --task still decides what success is")
     how.add_argument("--execute", type=int, help="rows of a chunk to execute; default: as the policy recommends")
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      "with: 16,8,4,dynamic,guidance-part,fp8,deterministic")  # fmt: skip
     how.add_argument("--margin", type=float, default=0.05, help="a tier may succeed so much less often")
     out = parser.add_argument_group("what is left")
-    out.add_argument("--json", type=Path, default=Path("evaluation.json"))
+    out.add_argument("--json", type=Path, default=Path("evaluation.json"), help="default: %(default)s")
     out.add_argument("--full", type=Path, metavar="FOLDER", help="instead of --json: everything that can be said of a "
                      "checkpoint; what is there already is not played again")  # fmt: skip
     out.add_argument("--pictures", default="", metavar="FOLDER", help="videos and plots of failures")

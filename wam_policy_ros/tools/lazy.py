@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 from types import ModuleType
 from typing import Any
@@ -38,7 +39,23 @@ def load(module: str, command: str) -> ModuleType:
         raise MissingDependency(str(error.name), extra, command) from error
 
 
-class LazyParser(argparse.ArgumentParser):
+class StrictParser(argparse.ArgumentParser):
+    """A sub-command's parser that refuses words it does not know itself, and names the nearest option.
+
+    argparse leaves them to the outermost parser, whose usage says nothing about the sub-command's options.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1) if word.startswith("-") else []
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists what there is"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+        return found, unknown
+
+
+class LazyParser(StrictParser):
     """A parser whose arguments come from a module's ``add_arguments``, which is imported only when words reach it.
 
     Sets ``module`` in the namespace, so that the caller can go on with its ``run(args)``.

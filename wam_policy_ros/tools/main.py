@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from wam_policy_ros import __version__
 from wam_policy_ros.contract.errors import MissingDependency, WamError
 
-from .lazy import load
+from .lazy import StrictParser, load
 
 COMMANDS = {
     "inspect": "what a checkpoint folder holds and what is missing, without loading weights",
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="wam", description="DreamZero on a robot: tools of wam_policy_ros.")
     parser.add_argument("--version", action="version", version=f"wam_policy_ros {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=StrictParser)
     named = next((a for a in arguments if not a.startswith("-")), None)
     try:
         for name, text in COMMANDS.items():

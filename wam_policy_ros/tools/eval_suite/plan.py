@@ -99,7 +99,11 @@ class Plan:
         if own and given:
             raise ConfigError(f"the control {self.control} is no network", got=", ".join(given), expected="none given")
         if not own and len(given) != 1:
-            raise ConfigError("give a checkpoint folder, or the address of a server", got=given or "nothing")
+            raise ConfigError(
+                "give one policy",
+                got=", ".join(given) or "nothing",
+                expected="a checkpoint folder, --random-weights tiny, --url, or --control expert",
+            )
         if self.url and self.door != "openpi":
             raise ConfigError("an address belongs to the door openpi", got=f"door {self.door}")
 
