@@ -23,8 +23,10 @@ import torch
 
 from test.tiny_checkpoint import edit_json, write_checkpoint
 from wam_policy_ros.contract.embodiments import DROID
-from wam_policy_ros.contract.errors import ConfigError, ContractMismatch, EngineError, MissingDependency
+from wam_policy_ros.contract.errors import Cancelled, ConfigError, ContractMismatch, EngineError, MissingDependency
 from wam_policy_ros.contract.executed import as_executed, carried, sha256_of
+from wam_policy_ros.contract.fakes import ScriptedPolicy, example_observation
+from wam_policy_ros.contract.rollouts import Blocking, Rollouts
 from wam_policy_ros.serving.client import ClientConfig, connect_policy
 from wam_policy_ros.serving.client_link import LinkConfig
 from wam_policy_ros.sim.errors import RenderingUnavailable, UnknownTask
@@ -35,6 +37,7 @@ from wam_policy_ros.tools.eval_suite.paired import Paired
 from wam_policy_ros.tools.eval_suite.plan import Plan, seed_range, task_names
 from wam_policy_ros.tools.eval_suite.predicted import Call, sheet, video_error, video_table
 from wam_policy_ros.tools.eval_suite.ros_door import play_ros
+from wam_policy_ros.tools.eval_suite.side_by_side import Shared
 from wam_policy_ros.tools.eval_suite.tiers import EMULATED, tier_names, with_tier
 from wam_policy_ros.tools.main import main
 
@@ -420,6 +423,28 @@ def test_the_whole_report_grows_and_is_taken_up_again(checkpoint: str, tmp_path:
     assert len(asked) > first + 10, "other seeds are another report"
     with pytest.raises(ConfigError, match="whole report"):
         full.run_full(Plan(control="hold"), range(3), tmp_path, play, 0.05, said.append)
+
+
+@pytest.mark.parametrize("heeded", [True, False])
+def test_a_cancelled_step_of_a_shared_policy_is_an_error_or_has_happened(heeded: bool) -> None:
+    policy = ScriptedPolicy(lambda o, step: np.zeros((24, 8)), latency_s=60.0 if heeded else 0.2)
+    infer, begun = policy.infer, threading.Event()
+
+    def told(session: Any, seen: Any, *, cancelled: Any = None) -> Any:
+        begun.set()
+        return infer(session, seen, cancelled=cancelled if heeded else None)  # or no evaluation is left
+
+    policy.infer = told  # type: ignore[method-assign]
+    with Blocking(Rollouts(lambda progress: policy)) as wait:
+        shared = Shared(wait, policy)
+        session = shared.open("s")
+        seen = example_observation(policy.spec)
+        if heeded:
+            with pytest.raises(Cancelled):
+                shared.infer(session, seen, cancelled=begun.is_set)
+        else:
+            assert shared.infer(session, seen, cancelled=begun.is_set) is session.last
+        assert session.steps == (not heeded)
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,14 @@ class Shared:
 
 
 async def _unless(cancelled: Callable[[], bool], session: Episode, observation: Observation) -> ActionChunk:
-    step = asyncio.ensure_future(session.step(observation))
+    steps, step = session.steps, asyncio.ensure_future(session.step(observation))
     while not step.done():
         await asyncio.wait([step], timeout=LOOK_S)
         if cancelled() and step.cancel():
             await asyncio.wait([step])
     if step.cancelled():
+        if session.steps > steps and session.last is not None:  # it could not be given up any more
+            return session.last
         raise Cancelled("step cancelled")
     return step.result()
 
