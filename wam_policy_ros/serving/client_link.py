@@ -180,7 +180,7 @@ class Link:
         return PolicyUnavailable(
             f"the policy server {self.uri} {what}",
             got=got,
-            remedy="it is tried again; check that it runs and that server.uri is right",
+            remedy="check that it runs and that the address is right (server.uri of the node, which tries again)",
         )
 
 
