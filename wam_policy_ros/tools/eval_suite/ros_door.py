@@ -100,20 +100,23 @@ def _play(
     if not plan.attach:
         command += ["--start-s", str(START_S), "--ros-args", "-r", f"__ns:=/{namespace}"]
     found: list[Episode] = []
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,  # a pipe nobody reads fills up
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True) as process,
+    ):
+        assert process.stdout is not None
         watcher = threading.Thread(target=end_with, args=(process, trouble), daemon=True)
         watcher.start()
         try:
             for line in process.stdout:
                 found.append(episode_of(json.loads(line)))
                 tell(found[-1])
-            words = process.stderr.read().strip().splitlines()
         except BaseException:
             process.kill()
             raise
+        process.wait()
+        said.seek(0)
+        words = said.read().strip().splitlines()
     if process.returncode == 0:
         return found, []
     if not found and (why := trouble()) is not None:
