@@ -443,9 +443,10 @@ def test_the_newest_observation_wins_for_those_who_ask():
         client.send(request(0, newest_wins=True))
         assert one.policy.entered.wait(5)
         client.send(request(1, newest_wins=True)), client.send(request(2, newest_wins=True))
-        wait_for(lambda: one.policy.cancelled == 1)
+        replies = [client.receive() for _ in range(2)]  # while the gate is shut: the newest may come late
+        assert one.policy.cancelled >= 1
         one.policy.gate.set()
-        replies = [client.receive() for _ in range(3)]
+        replies.append(client.receive())
         assert ["Superseded" in r if isinstance(r, str) else "rows" for r in replies] == [True, True, "rows"]
         assert same(replies[2], alone(request(2))[0])
 
