@@ -23,7 +23,14 @@ import torch
 
 from test.tiny_checkpoint import edit_json, write_checkpoint
 from wam_policy_ros.contract.embodiments import DROID
-from wam_policy_ros.contract.errors import Cancelled, ConfigError, ContractMismatch, EngineError, MissingDependency
+from wam_policy_ros.contract.errors import (
+    Cancelled,
+    ConfigError,
+    ContractMismatch,
+    EngineError,
+    MissingDependency,
+    UnsafeChunk,
+)
 from wam_policy_ros.contract.executed import as_executed, carried, sha256_of
 from wam_policy_ros.contract.fakes import ScriptedPolicy, example_observation
 from wam_policy_ros.contract.rollouts import Blocking, Rollouts
@@ -161,6 +168,8 @@ def test_rows_are_named_as_they_are_executed() -> None:
         as_executed(np.array([0.0, 0.5 + 1e-12]))[1] == 0.0
     )  # a client that decides behind the rounding does the same
     assert sha256_of(as_executed(rows)) != sha256_of(rows)
+    with pytest.raises(UnsafeChunk, match="not finite"):  # not "open"
+        as_executed(np.array([0.0, np.nan]))
 
 
 def test_the_actions_do_not_depend_on_who_is_played_or_served_beside(checkpoint: str, one_thread: None) -> None:

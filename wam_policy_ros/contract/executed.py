@@ -7,6 +7,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from .errors import UnsafeChunk
+
 Rows = npt.NDArray[np.float64]
 
 GRIPPER_THRESHOLD = 0.5
@@ -19,8 +21,14 @@ def carried(values: Rows) -> Rows:
 
 
 def as_executed(rows: Rows) -> Rows:
-    """What an arm with a gripper is told by rows ``[.., 8]``: joints as carried, the last column 0 open or 1 closed."""
+    """What an arm with a gripper is told by rows ``[.., 8]``: joints as carried, the last column 0 open or 1 closed.
+
+    Raises:
+        UnsafeChunk: a number that is not finite; a gripper would take it for "open".
+    """
     out = carried(rows)
+    if not np.isfinite(out).all():
+        raise UnsafeChunk("rows that are not finite cannot be executed", got=rows, expected="finite numbers")
     out[..., -1] = out[..., -1] > GRIPPER_THRESHOLD
     return out
 

@@ -112,7 +112,7 @@ class RecordedEpisodes(SimEpisodes):
         self.recorder.trajectories.append((t_s, after_s, rows, np.array([p.velocities for p in msg.points])))
         took_s = self._state.get("latency_s")
         took = "" if took_s is None else f"  the last call took {took_s:.2f} s"
-        high = f"  thing at {self._status.get('lifted_m', 0.0):+.3f} m"
+        high = f"  thing at {self._status['lifted_m']:+.3f} m" if "lifted_m" in self._status else ""
         self._say(f"  {t_s:5.1f} s  chunk {len(self.recorder.trajectories):2d} of {len(rows)} rows{high}{took}")
 
     def _on_predicted(self, msg: Image) -> None:
