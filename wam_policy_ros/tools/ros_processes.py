@@ -74,7 +74,7 @@ def running(
         stop(process)
 
 
-def stop(process: subprocess.Popen[str]) -> int:
+def stop(process: subprocess.Popen[Any]) -> int:
     """SIGINT, then patience, then force; the exit status."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)

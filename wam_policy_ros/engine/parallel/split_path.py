@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -66,19 +67,7 @@ class SplitPath:
     ) -> WindowState:
         # The far side first: it works while this one does.
         far = self.far.restarted(state.far, first, prompt, negative, reason)
-        try:
-            near = self.local.restarted(state, first, own(self.local, prompt), None, reason)
-        except BaseException:
-            with suppress(Overloaded):
-                self.far.confirm()
-            self.far.let_go(far, state.far)
-            raise
-        try:
-            self.far.confirm()
-        except BaseException:
-            self.far.let_go(far, state.far)  # some of several ranks may have it
-            self.local.let_go(near, state)
-            raise
+        near = self._both(state, far, lambda: self.local.restarted(state, first, own(self.local, prompt), None, reason))
         return replace(near, negative=negative, far=far)
 
     def continued(self, state: WindowState, prompt: Prompt, negative: Prompt | None) -> WindowState:
@@ -93,10 +82,13 @@ class SplitPath:
     def cloned(self, state: WindowState) -> WindowState:
         if state.far is None:
             return self.local.cloned(state)
-        # As for a restarted one: the far side first, and what there is of it is let go when somebody has no memory.
         far = self.far.cloned(state.far)
+        return replace(self._both(state, far, lambda: self.local.cloned(state)), far=far)
+
+    def _both(self, state: WindowState, far: Any, local: Callable[[], WindowState]) -> WindowState:
+        """The near window beside a far one that was asked for; neither is left when somebody has no memory."""
         try:
-            near = self.local.cloned(state)
+            near = local()
         except BaseException:
             with suppress(Overloaded):
                 self.far.confirm()
@@ -105,10 +97,10 @@ class SplitPath:
         try:
             self.far.confirm()
         except BaseException:
-            self.far.let_go(far, state.far)
+            self.far.let_go(far, state.far)  # some of several ranks may have it
             self.local.let_go(near, state)
             raise
-        return replace(near, far=far)
+        return near
 
     def let_go(self, unwanted: WindowState, kept: WindowState) -> None:
         self.far.let_go(unwanted.far, kept.far)

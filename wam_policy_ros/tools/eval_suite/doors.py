@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from wam_policy_ros.contract.executed import carried
 from wam_policy_ros.contract.interface import ActionChunk, Observation, Policy
 from wam_policy_ros.engine.replicas.build import EngineFactory
 from wam_policy_ros.sim.world import World
+from wam_policy_ros.tools.ros_processes import stop
 
 from .controls import BLANK, EXECUTE, control_policy
 from .plan import Plan
@@ -152,7 +152,7 @@ def serving(plan: Plan, say: Say = lambda line: None, *, start_s: float = 900.0)
             _wait(served, server, log, start_s)
             yield served
         finally:
-            _end(server)
+            stop(server)
 
 
 def _wait(plan: Plan, server: subprocess.Popen[bytes], log: Path, start_s: float) -> None:
@@ -177,13 +177,3 @@ def _answers(url: str) -> bool:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(10.0)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
