@@ -16,7 +16,6 @@ from wam_policy_ros.engine import window_slots
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.fp8 import E4M3FN, E4M3FNUZ
 from wam_policy_ros.engine.kernels.ops import quantize_rows
-from wam_policy_ros.engine.preparing import PREPARED_WINDOWS
 from wam_policy_ros.engine.quantize import KEPT_NATIVE, Fp8Linear
 from wam_policy_ros.model.errors import ShapeError
 from wam_policy_ros.model.fp8_layout import is_fp8_weight
@@ -137,7 +136,7 @@ def test_every_form_of_an_evaluation_is_prepared(monkeypatch, options):
     monkeypatch.setattr(path, "evaluate", watch)
     path.prepare()
     prepared = set(seen)
-    assert path.pool.made == path.pool.idle == PREPARED_WINDOWS and len(seen) == len(prepared)
+    assert path.pool.made == path.pool.idle == FUSED.prepared_windows and len(seen) == len(prepared)
     seen.clear()
     session = policy.open()
     # A first call, a full window, its restart; another instruction; with a video and without.

@@ -15,7 +15,6 @@ from wam_policy_ros.contract.errors import Cancelled, ConfigError, InvalidState
 from wam_policy_ros.contract.interface import CommittedRows, ResetReason
 from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.policy import with_schedule
-from wam_policy_ros.engine.preparing import PREPARED_WINDOWS
 from wam_policy_ros.tools.golden_suite import closed_loop as suite
 from wam_policy_ros.tools.golden_suite.folder import GoldenFolder
 
@@ -235,7 +234,7 @@ def test_the_text_encoder_may_wait_on_the_host(fused):
 def test_preparing_takes_no_window_and_changes_nothing():
     fresh, used = make_policy(FUSED), make_policy(FUSED)
     fresh.path.prepare()
-    assert fresh.path.pool.made == fresh.path.pool.idle == PREPARED_WINDOWS
+    assert fresh.path.pool.made == fresh.path.pool.idle == FUSED.prepared_windows
     assert all(same(a, b) for a, b in zip(run(fresh, (1, 4, 4)), run(used, (1, 4, 4)), strict=True))
 
 

@@ -10,6 +10,8 @@ from rclpy.parameter import Parameter
 
 from wam_policy_ros.contract.embodiment import get_embodiment
 from wam_policy_ros.contract.errors import ConfigError
+from wam_policy_ros.engine.memory import windows_of
+from wam_policy_ros.ros.backend import _engine_factory
 from wam_policy_ros.ros.joints import JointMap
 from wam_policy_ros.ros.parameters import NodeParameters, refusal
 
@@ -204,3 +206,19 @@ def test_a_file_with_a_value_out_of_range_does_not_end_the_process_but_configure
     assert made.set_parameters_atomically([Parameter("sync.max_age_s", value=0.5)]).successful
     made.close(5.0)
     made.destroy_node()
+
+
+@pytest.mark.parametrize(
+    ("given", "windows"),
+    [
+        ({}, 2),
+        ({"openpi.enabled": True, "openpi.max_sessions": 4}, 7),
+        ({"openpi.enabled": True, "openpi.max_sessions": 64}, 16),
+        ({"openpi.enabled": True, "engine.prepared_windows": 40}, 40),
+    ],
+)
+def test_as_many_windows_are_prepared_as_sessions_are_admitted(given: dict[str, Any], windows: int) -> None:
+    params = NodeParameters.from_values({"backend": "engine", "random_weights": "tiny", **given})
+    assert _engine_factory(params).options["prepared_windows"] == windows
+    if windows < 16:
+        assert windows_of(1 + given.get("openpi.max_sessions", 0)) == windows

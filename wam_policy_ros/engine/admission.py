@@ -104,8 +104,15 @@ class Admission:
             account = self.account()
             elsewhere = fullest(path.far.reports()) if isinstance(path, SplitPath) else None
             self._capacity = capacity_of(policy.network, policy.config, path, account, elsewhere=elsewhere)
+        for part in local_paths(path) if self._capacity.where == "this budget" else []:
+            part.bound(self._capacity.windows)
         self._told = account, len(self.sessions)
         return self._capacity
+
+    def fitting(self) -> int | None:
+        """Windows that there is room for on this process's device, as things are now; None: nothing bounds them."""
+        policy = self._policy
+        return capacity_of(policy.network, policy.config, policy.path, self.account()).windows
 
     def account(self, before: Account | None = None) -> Account:
         """See ``account_of``. From the thread that calls the policy."""

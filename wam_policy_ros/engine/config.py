@@ -93,6 +93,8 @@ class EngineConfig:
         memory_budget_gib: what weights, windows and all else of this policy may take on the device, a step's working
             memory included: it decides how many sessions can be open, see ``memory.Capacity``. 0: what a GPU has, and
             no bound on a CPU.
+        prepared_windows: windows of sessions whose graphs are recorded at the start, fewer where there is no memory for
+            them. Those of another one are recorded in its first calls, between questions to whoever is urgent. *Exact*.
         rank_deadline_s: when another GPU's process does not answer for so long, the policy is lost; at least 1.
     """
 
@@ -115,6 +117,7 @@ class EngineConfig:
     capture_exchange: bool = True
     rank_deadline_s: float = 10.0
     memory_budget_gib: float = 0.0
+    prepared_windows: int = 2
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "bfloat16", "float32", "float64"):
@@ -146,6 +149,8 @@ class EngineConfig:
         self._check_gpus()
 
     def _check_gpus(self) -> None:
+        if type(self.prepared_windows) is not int or self.prepared_windows < 1:
+            raise ConfigError("prepared_windows must be a whole number from 1 on", got=repr(self.prepared_windows))
         if type(self.gpus) is not int or self.gpus < 1:
             raise ConfigError("gpus must be a whole number from 1 on", got=repr(self.gpus))
         if self.rank_deadline_s < 1.0:  # a process says four times a second that it runs

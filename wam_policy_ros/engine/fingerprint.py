@@ -28,7 +28,7 @@ _TEXT = "Pick up the RED cup; don't spill (100 %) its contents. Öffne die Tür 
 """Its ids tell tokenizers apart."""
 
 
-_NO_BITS = ("rank_deadline_s", "capture_exchange", "memory_budget_gib")
+_NO_BITS = ("rank_deadline_s", "capture_exchange", "memory_budget_gib", "prepared_windows")
 """Options of the engine that decide nothing of an action."""
 
 

@@ -6,7 +6,7 @@ Tier *numeric*: the same algorithm as the plain path with other rounding. With g
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,13 +152,20 @@ class FusedPath:
         return other
 
     @torch.inference_mode()
-    def prepare(self, progress: Callable[[str, float], None] = lambda text, fraction: None) -> None:
+    def prepare(
+        self,
+        progress: Callable[[str, float], None] = lambda text, fraction: None,
+        fitting: Callable[[], int | None] = lambda: None,
+    ) -> None:
         """See :mod:`.preparing`.
+
+        Args:
+            fitting: asked when all but further windows has its memory: how many fit; None: as many as the device gives.
 
         Raises:
             Overloaded: no memory for a window.
         """
-        preparing.prepare(self, progress)
+        preparing.prepare(self, progress, fitting)
 
     @property
     def caches(self) -> tuple[GraphCache[Any], ...]:
@@ -196,6 +203,10 @@ class FusedPath:
             Overloaded: the device has no memory for one of them.
         """
         self.pool.provide(windows)
+
+    def bound(self, windows: int | None) -> None:
+        """No more windows than this from now on, used ones included, but those that exist; None: no bound."""
+        self.pool.most = windows
 
     @property
     def kept_noise(self) -> list[Noise]:
@@ -330,7 +341,13 @@ class FusedPath:
         def run(
             step: int, video: Tensor, action: Tensor, *, with_video: bool, guided: bool
         ) -> tuple[Sequence[Tensor] | None, Tensor]:
-            flows, flow_action = self.evaluate(draft, step, video, action, proprio, with_video, 2 if guided else 1)
+            given = draft, step, video, action, proprio, with_video, 2 if guided else 1
+            if self.graphs.missing(self._evaluation(draft, with_video, given[-1])):
+                # It takes about as long as an evaluation: nobody who is urgent waits for both.
+                with self.graphs.recording_only():
+                    self.evaluate(*given)
+                before(step)
+            flows, flow_action = self.evaluate(*given)
             return (None if flows is None else flows.split(1)), flow_action
 
         def before(step: int) -> None:
@@ -405,8 +422,14 @@ class FusedPath:
                 beside=self._beside,
             )
 
-        kind = ("evaluate", start, cached, with_video, branches)
-        flows, flow_action = self.graphs.run((*kind, slot.index), work, kind)
+        key = self._evaluation(draft, with_video, branches)
+        flows, flow_action = self.graphs.run(key, work, key[:-1])
         assert flow_action is not None
         # The next replay overwrites both; a flow may be used again in steps without an evaluation.
         return (flows.clone() if flows is not None else None), flow_action.clone()
+
+    @staticmethod
+    def _evaluation(draft: WindowState, with_video: bool, branches: int) -> tuple[Hashable, ...]:
+        """Names a recording; what it has in common with those of other windows, and then the window."""
+        assert draft.slot is not None
+        return "evaluate", draft.current_start_frame, draft.cached, with_video, branches, draft.slot.index

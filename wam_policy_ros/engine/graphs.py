@@ -31,7 +31,7 @@ class GraphCache(Generic[T]):
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self.enabled = enabled and device.type == "cuda"
         self._device = device
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._graphs: dict[Hashable, tuple[Callable[[], T], T]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
         # One for all: what a stream frees stays reserved for it.
         self._side = torch.cuda.Stream(device) if self.enabled else None
@@ -48,11 +48,13 @@ class GraphCache(Generic[T]):
             return function()
         known = self._graphs.get(key)
         if known is None:
-            known = self._record(key, function, kind)
-        graph, out = known
-        if not self._only_recording:
-            graph.replay()
-        return out
+            known = self._graphs[key] = self._record(function, kind)
+        replay, out = known
+        return out if self._only_recording else replay()
+
+    def missing(self, key: Hashable) -> bool:
+        """Whether ``run`` would record before it runs."""
+        return self.enabled and not self._paused and key not in self._graphs
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -79,7 +81,8 @@ class GraphCache(Generic[T]):
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def _record(self, key: Hashable, function: Callable[[], T], kind: Hashable) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _record(self, function: Callable[[], T], kind: Hashable) -> tuple[Callable[[], T], T]:
+        """What replays it, and what it gives."""
         side = self._side
         assert side is not None
         if kind is None or kind not in self._run_before:
@@ -100,8 +103,12 @@ class GraphCache(Generic[T]):
                     graph.capture_end()
                 raise
             graph.capture_end()
-        self._graphs[key] = (graph, out)
-        return self._graphs[key]
+
+        def replay() -> T:
+            graph.replay()
+            return out
+
+        return replay, out
 
     def _run_first(self, function: Callable[[], T], side: torch.cuda.Stream) -> None:
         """Libraries set themselves up and kernels are compiled in a run outside the recording, on a side stream as

@@ -85,6 +85,11 @@ def sessions_of(windows: int) -> tuple[int, int]:
     return windows - 2, 2
 
 
+def windows_of(sessions: int) -> int:
+    """The fewest windows with which so many sessions may be open, those under way included."""
+    return sessions + min(sessions, 2)
+
+
 @dataclass(frozen=True)
 class Account:
     """Bytes on the device by what they are for. The nouns do not overlap.

@@ -155,7 +155,10 @@ class PlainPath:
     def wait(self) -> None:
         pass
 
-    def prepare(self, progress: Callable[[str, float], None]) -> None:
+    def bound(self, windows: int | None) -> None:
+        """Windows are not made beforehand, so there is none too many."""
+
+    def prepare(self, progress: Callable[[str, float], None], fitting: Callable[[], int | None] = lambda: None) -> None:
         pass  # nothing is compiled
 
     def close(self) -> None:

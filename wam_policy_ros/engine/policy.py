@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,6 +103,7 @@ class DreamZeroPolicy:
         picture = picture_hw(network.config, embodiment)
         self.warnings: list[str] = []
         self.stage_hashes = False
+        self._prepared: dict[str, Any] = {}
         prepared = like.path if like is not None else None
         self._determinism = Determinism(network.device, enabled=self.config.deterministic)
         self._watch = DeviceWatch(network.device, ask_device)
@@ -315,9 +317,13 @@ class DreamZeroPolicy:
         """
         if isinstance(self.path, FusedPath | SplitPath) and self.config.graphs:
             with self.running("recording the step", "recording"):
-                self.path.prepare(progress)
+                begin_s = time.perf_counter()
+                self.path.prepare(progress, self.admission.fitting)
+                took_s, fused = round(time.perf_counter() - begin_s, 1), self._fused
+                self._prepared = {"prepared_windows": 0 if fused is None else fused.pool.made, "prepare_s": took_s}
+                progress(f"{self._prepared['prepared_windows']} windows prepared in {took_s} s", 1.0)
         self.admission.measure().refuse_none()
-        self.spec = replace(self.spec, details={**self.spec.details, **self.capacity.details()})
+        self.spec = replace(self.spec, details={**self.spec.details, **self.capacity.details(), **self._prepared})
 
     @property
     def capacity(self) -> Capacity:

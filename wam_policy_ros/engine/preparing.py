@@ -1,8 +1,9 @@
 """What a fused step compiles, builds and records at first use, done before the first call, on made-up numbers.
 
 First every piece of work is gone through once with its kernels noted instead of launched, so that they can be compiled
-in as many threads as there are: one after the other they took most of a start. Then the graphs of the first windows are
-recorded. The kernels of the second window are those of the first, so it is recorded without being run.
+in as many threads as there are: one after the other they took most of a start. Then the graphs of
+``config.prepared_windows`` windows are recorded. The kernels of the later ones are those of the first, so these are
+recorded without being run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 
-PREPARED_WINDOWS = 2
-"""A session that starts afresh has a second window until the call has succeeded, and a client has one of its own."""
-
 
 @dataclass(frozen=True)
 class _MadeUp:
@@ -44,8 +43,11 @@ class _MadeUp:
     proprio: Tensor
 
 
-def prepare(path: FusedPath, progress: Progress) -> None:
+def prepare(path: FusedPath, progress: Progress, fitting: Callable[[], int | None]) -> None:
     """One of each piece of work at each length of the window.
+
+    Args:
+        fitting: see ``FusedPath.prepare``.
 
     Raises:
         Overloaded: no memory for a window.
@@ -62,9 +64,13 @@ def prepare(path: FusedPath, progress: Progress) -> None:
         progress(f"recording the encoders ({count} of {len(launches)} kernels compiled)", 0.0)
     made_up = _made_up(path)
     windows: list[WindowState] = []
+    most: int | None = None
     try:
-        for number in range(PREPARED_WINDOWS):
-            if windows and not path.agree(path.has_room()):
+        for number in range(wanted := path.config.prepared_windows):
+            if number == 1:
+                most = _fitting(path, fitting)
+                wanted = wanted if most is None else min(wanted, most)
+            if windows and not path.agree(number < wanted and (most is not None or path.has_room())):
                 break
             state, full = _tried(path, made_up)
             windows += [] if state is None else [state]
@@ -73,10 +79,10 @@ def prepare(path: FusedPath, progress: Progress) -> None:
                     raise full or Overloaded("another GPU has no memory for a window")
                 break  # one session works; who wants more is told then
             assert state is not None
+            text = f"recording window {number + 1} of {wanted}" if number else "recording the step"
+            tell = partial(_tell, progress, text, number, wanted)
             with path.graphs.recording_only():
-                _walk(path, state, made_up, calls, lambda done, n=number: progress(  # type: ignore[misc]
-                    "recording the step", (n + done) / PREPARED_WINDOWS
-                ))  # fmt: skip
+                _walk(path, state, made_up, calls, tell)
     finally:
         for state in reversed(windows):
             path.let_go(state, WindowState())
@@ -84,6 +90,18 @@ def prepare(path: FusedPath, progress: Progress) -> None:
     path.settle()
     if path.network.device.type == "cuda":
         torch.cuda.empty_cache()  # what the runs before the recordings needed
+
+
+def _fitting(path: FusedPath, fitting: Callable[[], int | None]) -> int | None:
+    """With a window recorded, and without what goes before the first call."""
+    path.settle()
+    if path.network.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return fitting()
+
+
+def _tell(progress: Progress, text: str, window: int, windows: int, done: float) -> None:
+    progress(text, (window + done) / windows)
 
 
 def _compile(path: FusedPath, calls: range) -> None:

@@ -166,10 +166,14 @@ class SlotPool:
 
     Args:
         layout: of every slot.
+
+    Attributes:
+        made: slots so far. most: that may exist at a time; None: as many as the device has memory for.
     """
 
     def __init__(self, layout: SlotLayout) -> None:
         self.layout = layout
+        self.most: int | None = None
         self._free: list[WindowSlot] = []
         # Weakly: the slot of a session that was dropped without being closed goes with it.
         self._all: WeakSet[WindowSlot] = WeakSet()
@@ -178,7 +182,7 @@ class SlotPool:
     def acquire(self) -> WindowSlot:
         """
         Raises:
-            Overloaded: no slot is free, and the device has no memory for another one.
+            Overloaded: no slot is free, and there is no memory for another one.
         """
         if self._free:
             slot = min(self._free, key=lambda free: free.index)  # the first ones are prepared
@@ -187,6 +191,13 @@ class SlotPool:
         return self._another()
 
     def _another(self) -> WindowSlot:
+        if self.most is not None and len(self._all) >= self.most:
+            raise Overloaded(
+                "the memory budget has no room for another window",
+                got=f"{len(self._all)} of {self.most} windows of {self.layout.nbytes / 2**30:.2f} GiB exist",
+                remedy="reset the session before its instruction changes, close another one, or raise "
+                "memory_budget_gib",
+            )
         made = self._made()
         if made is None:
             raise Overloaded(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SERVER_GRACE_S = 0.4
 """A lifecycle transition waits for it, and with it every callback; the robot is held before."""
 
+MOST_PREPARED = 16
+"""Windows of the fused step that are recorded at the start, unless a parameter says more: each takes seconds."""
+
 
 @contextmanager
 def _needs(extra: str, what: str) -> Iterator[None]:
@@ -71,6 +74,7 @@ def _engine_factory(params: NodeParameters) -> EngineFactory:
         "deterministic": params.engine_deterministic,
         "gpus": params.engine_gpus,
         "memory_budget_gib": params.engine_memory_budget_gib,
+        "prepared_windows": params.engine_prepared_windows or _admitted_windows(params),
     }
     asked = {"evaluations": params.engine_evaluations, "guidance_scale": params.engine_guidance_scale}
     options |= {k: v for k, v in asked.items() if v}  # 0: as the checkpoint recommends
@@ -86,6 +90,13 @@ def _engine_factory(params: NodeParameters) -> EngineFactory:
         hash_all=bool(params.record_folder),
         stages=params.record_stages,
     )
+
+
+def _admitted_windows(params: NodeParameters) -> int:
+    """Of the robot, of as many clients as may be there, and those of steps that begin a window anew: as
+    ``engine.memory.windows_of``, whose import brings PyTorch along."""
+    sessions = 1 + (params.openpi_max_sessions if params.openpi_enabled else 0)
+    return min(sessions + min(sessions, 2), MOST_PREPARED)
 
 
 def make_recorder(params: NodeParameters, log: Callable[[str, str], None]) -> Recorder | None:

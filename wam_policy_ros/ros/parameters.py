@@ -141,6 +141,14 @@ class NodeParameters:
         low=0.0,
         high=4096.0,
     )
+    engine_prepared_windows: int = _p(
+        0,
+        "engine.prepared_windows",
+        "windows recorded at the start, where memory has room for them: a later one costs whoever waits up to an "
+        "evaluation now and then in its first calls; 0: of all sessions that may be open, at most 16",
+        low=0,
+        high=4096,
+    )
     engine_deterministic: bool = _p(
         False,
         "engine.deterministic",

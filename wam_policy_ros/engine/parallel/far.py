@@ -56,7 +56,7 @@ class BranchPath(StepPath, Protocol):
         """
         ...
 
-    def prepare(self, progress: Progress) -> None:
+    def prepare(self, progress: Progress, fitting: Callable[[], int | None] = lambda: None) -> None:
         """Compile and record; see ``FusedPath.prepare``."""
         ...
 
@@ -156,8 +156,8 @@ class Far(Protocol):
         """Begin to compile and record; see ``FusedPath.prepare``."""
         ...
 
-    def prepared(self, progress: Progress) -> None:
-        """Until that is done."""
+    def prepared(self, progress: Progress, fitting: Callable[[], int | None]) -> None:
+        """Until that is done. ``fitting``: of the process that asks."""
         ...
 
     def reports(self) -> list[RankReport]:
@@ -235,8 +235,8 @@ class LocalFar:
     def prepare(self) -> None:
         pass
 
-    def prepared(self, progress: Progress) -> None:
-        self.path.prepare(progress)
+    def prepared(self, progress: Progress, fitting: Callable[[], int | None]) -> None:
+        self.path.prepare(progress, fitting)
 
     def reports(self) -> list[RankReport]:
         return []

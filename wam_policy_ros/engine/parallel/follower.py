@@ -121,14 +121,21 @@ class _Follower:
             torch.cuda.empty_cache()
 
     def _prepare(self, number: int) -> None:
-        self._mirrors[number].path.prepare(lambda text, fraction: self._line.send("progress", text, fraction))
+        self._mirrors[number].path.prepare(
+            lambda text, fraction: self._line.send("progress", text, fraction), lambda: self._fitting(number)
+        )
         self._line.send("answer", None)
 
     def _report(self, number: int) -> None:
         mirror = self._mirrors[number]
-        account = account_of(self._network, mirror.path, mirror.windows.values(), others=mirror.prompts)
-        fit = capacity_of(self._network, mirror.config, mirror.path, account).windows
+        fit = self._fitting(number)
         self._line.send("answer", report(self._setup.rank, self._device, mirror.path, len(mirror.windows), fit))
+
+    def _fitting(self, number: int) -> int | None:
+        """Windows that there is room for here."""
+        mirror = self._mirrors[number]
+        account = account_of(self._network, mirror.path, mirror.windows.values(), others=mirror.prompts)
+        return capacity_of(self._network, mirror.config, mirror.path, account).windows
 
     @staticmethod
     def _form(name: str, content: Sequence[Any]) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import time
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -192,7 +193,7 @@ class RemoteFar:
     def prepare(self) -> None:
         self._send("prepare")
 
-    def prepared(self, progress: Progress) -> None:
+    def prepared(self, progress: Progress, fitting: Callable[[], int | None]) -> None:
         self.ranks.answers(START_S, progress)
 
     def reports(self) -> list[RankReport]:

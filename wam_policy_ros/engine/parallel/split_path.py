@@ -159,11 +159,11 @@ class SplitPath:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, progress: Progress) -> None:
-        """As ``FusedPath.prepare``, on all ranks."""
+    def prepare(self, progress: Progress, fitting: Callable[[], int | None] = lambda: None) -> None:
+        """As ``FusedPath.prepare``, on all ranks; ``fitting`` is of this process's device."""
         self.far.prepare()
-        self.local.prepare(progress)
-        self.far.prepared(progress)
+        self.local.prepare(progress, fitting)
+        self.far.prepared(progress, fitting)
 
     def close(self) -> None:
         """The call is never made again. Other ranks are given up."""
