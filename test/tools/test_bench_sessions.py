@@ -26,7 +26,11 @@ def test_rows(run):
     for row in (one, three):
         late = row["latency_s"]
         assert row["steps_per_s"] > 0 and 0 < late["p50"] <= late["p90"] <= late["p99"]
+        first = row["first_window_s"]
+        assert 0 < first["first_call_max"] <= first["max"] and row["max_s"] >= late["p99"]
+        assert row["recordings"] == {"prepared": 0, "first_window": 0, "measured": 0}  # a CPU has none
     assert three["memory_bytes"]["windows"] == 3 * one["memory_bytes"]["windows"] > 0
+    assert report["complete"] and report["ready_s"] > 0
     assert (folder / "s.png").stat().st_size > 10_000
 
 

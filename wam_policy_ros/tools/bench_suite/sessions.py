@@ -2,6 +2,8 @@
 
 Every session asks again as soon as it is answered, through ``contract.rollouts`` as environments beside a policy do.
 Steps are made one after the other, so the rate of all together is that of one, less what taking turns costs.
+
+Each row begins with a window of every session that is not part of its rates: ``first_window_s`` says what it took.
 """
 
 from __future__ import annotations
@@ -51,11 +53,15 @@ def run(args: argparse.Namespace) -> int:
     counts = _counts(args.sessions)
     gpu = on_a_gpu(args.device)
     name = args.config or ("fp8" if gpu else "plain")
-    config = engine_config(name, args.evaluations, gpu=gpu, changes=parse_changes(args.set))
+    # All that the largest row uses; a fork needs a second one.
+    changes = {"prepared_windows": max(2, *counts)} | parse_changes(args.set)
+    config = engine_config(name, args.evaluations, gpu=gpu, changes=changes)
     begin_s = time.perf_counter()
     policy = build(args, config)
     print(f"\r  ready after {time.perf_counter() - begin_s:.1f} s          ", file=sys.stderr, flush=True)
     report: dict[str, Any] = {
+        "complete": False,
+        "ready_s": time.perf_counter() - begin_s,
         "network": args.checkpoint or f"random {args.network}",
         "configuration": name,
         "evaluations": args.evaluations,
@@ -65,11 +71,15 @@ def run(args: argparse.Namespace) -> int:
         "session_bytes": policy.capacity.session_bytes,
         "capacity": policy.capacity.sessions,
         "provenance": provenance(policy.network.device),
+        "rows": [],
     }
     owner = PolicyThread(lambda progress: policy, log=lambda level, line: print(line, file=sys.stderr), warm_up=False)
     owner.start()
     try:
-        report |= asyncio.run(measure(owner, counts, args))
+        asyncio.run(measure(owner, counts, args, report))
+        report["complete"] = True
+    except KeyboardInterrupt:
+        print("  interrupted: what follows is what was measured until then", file=sys.stderr)
     finally:
         owner.stop(30.0)
     print(table(report))
@@ -79,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chart:
         write_chart(report, args.chart)
         print(f"written: {args.chart}")
-    return 0 if any("steps_per_s" in row for row in report["rows"]) else 1
+    return 0 if report["complete"] and any("steps_per_s" in row for row in report["rows"]) else 1
 
 
 def _counts(text: str) -> list[int]:
@@ -89,18 +99,20 @@ def _counts(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-async def measure(owner: PolicyThread, counts: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Rows and the cost of a fork."""
+async def measure(owner: PolicyThread, counts: list[int], args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Rows and the cost of a fork, into ``report``, which is written after each."""
     async with Rollouts(owner) as rollouts:
         looks = _Looks(rollouts.spec, want_video=args.video)
-        rows = []
+        rows = report["rows"]
         for count in counts:
             print(f"  {count} session{'s' * (count > 1)} ...", file=sys.stderr, flush=True)
             rows.append(await _row(owner, rollouts, looks, count, args))
+            if args.json:
+                write_json(report, args.json)
             if "refused" in rows[-1]:
                 break
         print("  forks ...", file=sys.stderr, flush=True)
-        return {"rows": rows, "fork": await _forks(owner, rollouts, looks)}
+        report["fork"] = await _forks(owner, rollouts, looks)
 
 
 class _Looks:
@@ -122,8 +134,10 @@ async def _row(
     try:
         for number in range(count):
             episodes.append(await rollouts.open(seed=number))
-        # A whole window of each: a new one's work is recorded.
-        await asyncio.gather(*(_play(e, looks, n, 0, CALLS) for n, e in enumerate(episodes)))
+        recorded = await _job(owner, _recordings)
+        # A whole window of each before the clock starts.
+        first = await asyncio.gather(*(_play(e, looks, n, 0, CALLS) for n, e in enumerate(episodes)))
+        before = await _job(owner, _recordings)
         stop_s = time.perf_counter() + args.row_seconds
         begin_s = time.perf_counter()
 
@@ -137,6 +151,7 @@ async def _row(
 
         took = await asyncio.gather(*(windows(n, e) for n, e in enumerate(episodes)))
         wall_s = time.perf_counter() - begin_s
+        after = await _job(owner, _recordings)
         memory = await _job(owner, lambda policy, cancelled: policy.account.by_noun())  # type: ignore[attr-defined]
     except Overloaded as error:
         return {"sessions": count, "refused": str(error)}
@@ -149,6 +164,9 @@ async def _row(
         "steps_per_s": len(all_of_them) / wall_s,
         "latency_s": {f"p{p}": float(np.percentile(all_of_them, p)) for p in (50, 90, 99)},
         "session_p50_s": medians,
+        "max_s": float(all_of_them.max()),
+        "first_window_s": {"first_call_max": max(s[0] for s in first), "max": max(max(s) for s in first)},
+        "recordings": {"prepared": recorded, "first_window": before - recorded, "measured": after - before},
         "memory_bytes": memory,
     }
 
@@ -188,6 +206,11 @@ def _synchronize(policy: Any, cancelled: Any) -> None:
         torch.cuda.synchronize(policy.network.device)
 
 
+def _recordings(policy: Any, cancelled: Any) -> int:
+    """CUDA graphs so far; 0 where there are none."""
+    return sum(len(cache) for cache in getattr(policy.path, "caches", ()))
+
+
 async def _job(owner: PolicyThread, work: Work[Any]) -> Any:
     return await asyncio.wrap_future(owner.submit(work, lane="bench").future)
 
@@ -200,7 +223,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['network']}, {report['configuration']}, {report['evaluations']} evaluations, {machine}",
         f"{'sessions':>8} {'steps/s':>9} {'of one':>7} {'p50 ms':>9} {'p99 ms':>9} {'most/least':>11} "
-        f"{'windows MB':>11} {'n':>5}",
+        f"{'windows MB':>11} {'n':>5} {'max of the first window':>24}",
     ]
     first = next((row for row in report["rows"] if "steps_per_s" in row), None)
     for row in report["rows"]:
@@ -212,14 +235,17 @@ def table(report: dict[str, Any]) -> str:
         lines.append(
             f"{row['sessions']:8d} {row['steps_per_s']:9.3f} {row['steps_per_s'] / first['steps_per_s']:7.2f} "
             f"{late['p50'] * 1e3:9.1f} {late['p99'] * 1e3:9.1f} {max(medians) / min(medians):11.2f} "
-            f"{row['memory_bytes']['windows'] / 1e6:11.1f} {row['steps']:5d}"
+            f"{row['memory_bytes']['windows'] / 1e6:11.1f} {row['steps']:5d} "
+            f"{row['first_window_s']['max'] * 1e3:21.1f} ms"
         )
     lines.append(
         f"each session takes {report['session_bytes'] / 1e6:.1f} MB, its instruction included; there is room for "
         f"{'any number (host memory)' if bound is None else bound}"
     )
-    fork = report["fork"]
-    if "refused" in fork:
+    fork = report.get("fork")
+    if fork is None:
+        lines.append("interrupted before forks were measured")
+    elif "refused" in fork:
         lines.append(f"a fork was refused: {fork['refused']}")
     else:
         lines.append(
