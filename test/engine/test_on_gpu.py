@@ -232,6 +232,45 @@ def test_nothing_is_recorded_after_preparing(wide):
     assert [len(c) for c in caches] == before and policy.path.pool.made == made == policy.path.pool.idle
 
 
+def test_nothing_is_recorded_for_several_sessions_either(wide):
+    """Three of them with windows of their own, and one for another instruction."""
+    policy = with_config(wide, prepared_windows=4)
+    policy.prepare()
+    before = [len(cache) for cache in policy.path.caches]
+    assert (
+        policy.path.pool.made == policy.path.pool.idle == policy.spec.details.get("prepared_windows", 4) == 4 or not GPU
+    )
+    sessions = [policy.open() for _ in range(3)]
+    for i, (frames, prompt) in enumerate([(1, "a"), *[(4, "a")] * 5, (4, "b"), (4, "b")]):
+        for session in sessions:
+            seen = look(policy.spec, i, frames=frames, prompt=prompt)
+            policy.infer(session, replace(seen, want_video=i % 2 == 0))
+    for session in sessions:
+        policy.close(session)
+    assert [len(cache) for cache in policy.path.caches] == before and (policy.path.pool.made == 4 or not GPU)
+
+
+def test_a_step_between_a_recording_and_its_evaluation_changes_nothing(wide):
+    """In a window that was not prepared; the other step is replayed, or recorded itself."""
+    policy, off = with_config(wide, prepared_windows=1), with_config(wide, graphs=False)
+    policy.prepare()
+    recorded, inner = len(policy.path.graphs), []
+    robot, client = policy.open(seed=1), policy.open(seed=2)
+
+    def asked():
+        if len(inner) < len(PLAN):
+            seen = look(policy.spec, 100 + len(inner), frames=PLAN[len(inner)])
+            inner.append(policy.infer(robot, seen))
+        return False
+
+    outer = [policy.infer(client, look(policy.spec, 200 + i, frames=n), cancelled=asked) for i, n in enumerate(PLAN)]
+    assert len(policy.path.graphs) > recorded or not GPU
+    expected = run(off, seed=1, session_seed=1), run(off, seed=2, session_seed=2)
+    assert all(same(a, b) for a, b in zip((*inner, *outer), (*expected[0], *expected[1]), strict=True))
+    policy.close(robot)
+    policy.close(client)
+
+
 def test_interleaved_sessions_are_exact(wide):
     """Seeds of their own, a window that restarts, and an instruction that changes in one of them."""
     plans = {1: [(1, "a"), *[(4, "a")] * 5], 2: [(1, "b"), (4, "b"), (4, "c"), (4, "c"), (4, "b"), (4, "b")]}
