@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--bundle", type=Path, help="also leave the result there in files of at most 15 MiB")
         sub.add_argument("--evaluation-seeds", type=int, default=100)
         sub.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
-                         help="any other option of the plan, e.g. vae_share=0.15, recipe.video_weight=0.3")  # fmt: skip
+                         help="any other option of the plan, several times; e.g. recipe.video_weight=0.3")  # fmt: skip
     measure = kinds.add_parser("eval", help="success of a checkpoint on unseen seeds")
     measure.add_argument("checkpoint", type=Path)
     measure.add_argument("--preset", default="mug")

@@ -39,11 +39,11 @@ class Recipe:
         gripper_weight: of the gripper among the eight numbers of a row.
         state_noise: standard deviation added to the normalised state, so that it is not trusted beyond what is seen.
         latent_noise: largest standard deviation added to the latents of observed frames.
-        forget: share of windows whose blocks see no frames but those of their own call and the window's first.
         ema: decay of the average of the weights, which is what is exported.
+        words_steps: at most so many steps teach the text encoder alone which thing is named, before the rest.
     """
 
-    batch: int = 96
+    batch: int = 48
     lr: float = 7e-4
     warmup: int = 200
     video_weight: float = 0.2
@@ -52,6 +52,7 @@ class Recipe:
     latent_noise: float = 0.1
     ema: float = 0.999
     weight_decay: float = 0.01
+    words_steps: int = 600
     report_s: float = 10.0
     save_s: float = 120.0
 
@@ -219,12 +220,13 @@ class Trainer:
     Args:
         measure: called with the average in place of the live weights, after validation.
         save: called with a text when weights are worth keeping, with the average in place of the live weights.
+        layer: as of ``batch_loss``.
     """
 
     def __init__(
         self, network: DreamZero, sources: Sources, recipe: Recipe, log: RunLog, *, seed: int,
         save: Callable[[str], None] = lambda why: None, validation: Sources | None = None,
-        measure: Callable[[], None] = lambda: None, compiled: bool = False,
+        measure: Callable[[], None] = lambda: None, layer: Callable[..., Any] = run_layer,
     ) -> None:  # fmt: skip
         self.network, self.sources, self.recipe, self.log = network, sources, recipe, log
         self.validation, self._save, self._measure = validation, save, measure
@@ -241,27 +243,37 @@ class Trainer:
         self.step = 0
         torch.manual_seed(seed)
         self.generator = torch.Generator(device).manual_seed(seed)
-        layer = torch.compile(run_layer, dynamic=False) if compiled else run_layer
-
-        graph = device.type == "cuda"
-        noise = None if graph else self.generator
-
-        def loss(*parts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return batch_loss(network, sources, Batch(*parts), recipe, noise, layer=layer)
-
-        self._stepper = Stepper(loss, [p for _, p in self._trained()], self.optimiser, graph=graph,
-                                say=log.line)  # fmt: skip
+        self._layer = layer
+        self.take(sources)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.network.named_parameters() if p.requires_grad]
 
-    def run(self, budget: Budget, *, max_steps: int | None = None) -> None:
-        """Until the budget is over. ``max_steps``: also until so many steps were made in all."""
+    def take(self, sources: Sources) -> None:
+        """Train on these from now on; the recorded step reads the tensors of the old ones, so it is recorded anew."""
+        self.sources = sources
+        graph = sources.footage.device.type == "cuda"
+        noise = None if graph else self.generator
+
+        def loss(*parts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return batch_loss(self.network, sources, Batch(*parts), self.recipe, noise, layer=self._layer)
+
+        self._stepper = Stepper(loss, [p for _, p in self._trained()], self.optimiser, graph=graph,
+                                say=self.log.line)  # fmt: skip
+
+    def run(self, budget: Budget, *, until: float | None = None, max_steps: int | None = None) -> None:
+        """Until the budget is over; the rate follows all of it.
+
+        Args:
+            until: stop here, in seconds spent of the budget; a later call goes on.
+            max_steps: also stop when so many steps were made in all.
+        """
         recipe, device = self.recipe, self.sources.footage.device
+        until = budget.seconds if until is None else min(until, budget.seconds)
         told = saved = budget.spent
         sums: dict[str, Tensor] = {}
         since = 0
-        while not budget.over and (max_steps is None or self.step < max_steps):
+        while budget.spent < until and (max_steps is None or self.step < max_steps):
             fraction = budget.fraction if max_steps is None else max(budget.fraction, self.step / max_steps)
             rate = (
                 recipe.lr
@@ -272,7 +284,7 @@ class Trainer:
             parts = self._one()
             sums = {k: sums[k] + v if k in sums else v.clone() for k, v in parts.items()}
             since += 1
-            if budget.spent - told >= recipe.report_s or budget.over or self.step == max_steps:
+            if budget.spent - told >= recipe.report_s or budget.spent >= until or self.step == max_steps:
                 values = {k: float(v) / since for k, v in sums.items()}
                 per_s = since * recipe.batch / max(budget.spent - told, 1e-6)
                 self.log.point("dit", self.step, values | {"lr": rate, "per_s": per_s})

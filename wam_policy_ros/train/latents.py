@@ -49,13 +49,15 @@ def normalised_latents(vae: VideoVAE, clip: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_all(
-    vae: VideoVAE, footage: Footage, anchors: Tensor, *, batch: int, dtype: torch.dtype, until: float | None = None
-) -> Latents:
+    vae: VideoVAE, footage: Footage, anchors: Tensor, *, batch: int, dtype: torch.dtype, until: float | None = None,
+    known: Latents | None = None,
+) -> Latents:  # fmt: skip
     """
     Args:
         anchors: frames at which a window may start.
         dtype: of the result.
         until: ``time.monotonic()`` after which TimeoutError is raised.
+        known: of the footage before it grew; only what is missing there is encoded.
     """
     device = footage.device
     factor = vae.config.spatial_factor
@@ -65,14 +67,22 @@ def encode_all(
     first = torch.zeros(len(anchors), z, 1 + BLOCK, *size, dtype=dtype, device=device)
     slot = torch.full((footage.frames,), -1, dtype=torch.int64, device=device)
     slot[anchors] = torch.arange(len(anchors), device=device)
+    old = 0
+    if known is not None:
+        old = len(known.slot)
+        block[:old] = known.block
+        again = anchors[anchors < old]
+        if (known.slot[again] < 0).any():
+            raise ValueError("an anchor of the footage before it grew has no latents")
+        first[slot[again]] = known.first[known.slot[again]]
 
     def encode(clip: Tensor) -> Tensor:
         if until is not None and time.monotonic() > until:
             raise TimeoutError("encoding the footage took too long")
         return normalised_latents(vae, clip).to(dtype)
 
-    for part in footage.observable().to(device).split(batch):
+    for part in footage.observable(old).to(device).split(batch):
         block[part] = encode(footage.observed_clip(part))[:, :, -BLOCK:]
-    for part in torch.arange(len(anchors), device=device).split(batch):
-        first[part] = encode(footage.first_clip(anchors[part]))
+    for part in anchors[anchors >= old].split(batch):
+        first[slot[part]] = encode(footage.first_clip(part))
     return Latents(block, first, slot)

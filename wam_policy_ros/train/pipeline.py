@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,19 @@ from wam_policy_ros.model.vae import VideoVAE
 
 from .action_error import action_error
 from .bundle import write_bundle
+from .compiled import compiled_layer
 from .episodes import read_shard, shards
 from .errors import DataError, TrainError
 from .evaluate import Follower, Rollouts, evaluate, write_summary
 from .export import export
 from .fit import Recipe, Sources, Trainer, initialise
+from .fit_text import encode_prompts, teach_words
 from .fit_vae import VAERecipe, fit_vae, latent_statistics_of, new_vae, reconstruction
 from .footage import Footage
-from .generate import EVALUATION_SEEDS, TRAINING_SEEDS, Demonstrations, Generator
+from .forward import run_layer
+from .generate import EVALUATION_SEEDS, TRAINING_SEEDS, Demonstrations, Generator, Progress
 from .latents import encode_all, normalised_latents
+from .meanwhile import PLAYED, PLAYED_SEEDS, meanwhile
 from .preset import PRESETS
 from .runlog import Budget, RunLog, draw_curves, save_picture
 from .samples import Windows, statistics_of
@@ -43,8 +47,6 @@ VALIDATE_EVERY = 32
 ENCODE_BATCH = 128
 SEEN_SEEDS = 8
 """Training seeds that are played before the evaluation."""
-PLAYED_SEEDS = 10_000_000
-"""Added to the seed of what a policy plays, so that its scenes are no demonstration's."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Plan:
         start: a checkpoint to go on from instead of a new network (its VAE stays as it is).
         vae_file: a VAE that was trained before (``vae.pt``).
         bundle: folder for the result in a few files of bounded size, written at every save.
+        rounds: parts the DiT's training is cut into. While one part is trained the simulators go on: demonstrations
+            first (at most ``round_episodes``), then the newest weights play with the expert watching (DAgger); what
+            came of it is taken in before the next part.
+        spare_cores: cores that the simulators leave to the training then.
         max_steps: of either training, for tests.
     """
 
@@ -79,6 +85,9 @@ class Plan:
     vae_file: str | None = None
     bundle: str | None = None
     compiled: bool = False
+    rounds: int = 1
+    round_episodes: int = 1600
+    spare_cores: int = 2
     max_steps: int | None = None
     vae: VAERecipe = field(default_factory=VAERecipe)
     recipe: Recipe = field(default_factory=Recipe)
@@ -123,6 +132,7 @@ class Run:
         self.held_out = Footage(self.preset, self.device)
         self._loaded: set[Path] = set()
         self.statistics: dict[str, Any] = {}
+        self.layer: Callable[..., Any] = run_layer
         if self.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
             torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 4
@@ -155,6 +165,10 @@ class Run:
         count = None if plan.episodes is None else -(-plan.episodes // what.per_shard)
         generator = Generator(self.out / "data", what, workers=plan.workers, first_seed=plan.first_seed, count=count)
         try:
+            if plan.compiled:
+                begin = clock.spent
+                self.layer = compiled_layer(self.preset, plan.recipe.batch, self.device)
+                self.log.line(f"layers compiled in {clock.spent - begin:.0f} s")
             self._wait_for_data(generator, clock.seconds * plan.data_share)
         finally:
             made = generator.stop(3.0)
@@ -194,8 +208,9 @@ class Run:
         self.log.line(f"data so far: {generator.progress}, {self.footage.frames} frames")
 
     def _load_new(self) -> None:
-        places = [self.out / "data", *(Path(p) for p in self.plan.extra_data)]
-        for path in (p for place in places for p in shards(place)):
+        played = sorted(self.out.glob(PLAYED + "*"))
+        places = [self.out / "data", *played, *(Path(p) for p in self.plan.extra_data)]
+        for path in dict.fromkeys(p for place in places for p in shards(place)):
             if path in self._loaded:
                 continue
             self._loaded.add(path)
@@ -245,6 +260,10 @@ class Run:
             network.vae.load_state_dict(vae.state_dict())
             self.statistics = statistics_of(self.footage.episodes)
         (self.out / "statistics.json").write_text(json.dumps(self.statistics), encoding="utf-8")
+        if plan.recipe.words_steps:
+            ids, mask, things = encode_prompts(self._tokens(network), preset.embodiment.prompt_template)
+            found = teach_words(network, ids, mask, things, steps=plan.recipe.words_steps, seed=plan.seed)
+            self.log.line("words: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()))
         network.vae.eval().requires_grad_(False)
         self._look_at(network.vae)
         begin = self.clock.spent
@@ -288,12 +307,15 @@ class Run:
             self.footage.keep_first(keep)
             self.log.line(f"latents: {keep} episodes are taken")
 
-    def _encoded(self, network: DreamZero, footage: Footage) -> Sources:
-        metadata, page = self.preset.metadata(self.statistics), self.preset.embodiment
-        statistics = Statistics.from_metadata(metadata, page.tag, state=page.state, action=page.action)
+    def _tokens(self, network: DreamZero) -> UMT5Tokenizer:
         folder = self.out / "tokenizer"
         write_tokenizer(folder)
-        tokens = UMT5Tokenizer.from_folder(folder, self.preset.text_len, vocab_size=network.config.text.vocab)
+        return UMT5Tokenizer.from_folder(folder, self.preset.text_len, vocab_size=network.config.text.vocab)
+
+    def _encoded(self, network: DreamZero, footage: Footage, known: Sources | None = None) -> Sources:
+        metadata, page = self.preset.metadata(self.statistics), self.preset.embodiment
+        statistics = Statistics.from_metadata(metadata, page.tag, state=page.state, action=page.action)
+        tokens = self._tokens(network)
         windows = Windows(footage, self.preset, statistics, tokens, every=2)
         cuda = self.device.type == "cuda"
         latents = encode_all(
@@ -302,6 +324,7 @@ class Run:
             windows.anchors,
             batch=ENCODE_BATCH if cuda else 8,
             dtype=torch.bfloat16 if cuda else torch.float32,
+            known=None if known is None else known.latents,
         )
         return Sources(footage, windows, latents)
 
@@ -310,29 +333,51 @@ class Run:
         average = sources.windows.average_rows()
 
         def measure() -> None:
-            for name, found in (("training", sources), ("validation", validation)):
+            for name, found in (("training", self._trainer.sources), ("validation", validation)):
                 if found is not None:
                     values = action_error(network, found, average)
                     self.log.point(f"rows, {name}", self._trainer.step, values)
 
         trainer = Trainer(
             network, sources, plan.recipe, self.log, seed=plan.seed, save=lambda why: self._save(network, why),
-            measure=measure,
-            validation=validation, compiled=plan.compiled,
+            measure=measure, validation=validation, layer=self.layer,
         )  # fmt: skip
         stored = self.out / "trainer.pt"
-        spent = 0.0
         if stored.exists():
             state = torch.load(stored, map_location=self.device, weights_only=False)
             trainer.restore(state)
             self.log.line(f"training goes on at step {trainer.step}")
         self._trainer = trainer
-        trainer.run(Budget(max(1.0, until_s - self.clock.spent), spent), max_steps=plan.max_steps)
+        budget = Budget(max(1.0, until_s - self.clock.spent))
+        for k in range(plan.rounds):
+            simulators = meanwhile(plan, self.out, k) if k < plan.rounds - 1 else None
+            try:
+                trainer.run(budget, until=budget.seconds * (k + 1) / plan.rounds, max_steps=plan.max_steps)
+            finally:
+                made = simulators.stop(1.0) if simulators is not None else None
+            if made is not None:
+                self._take_in(made, network)
         torch.save(trainer.state(), stored)
+
+    def _take_in(self, made: Progress, network: DreamZero) -> None:
+        """Train on what the simulators made meanwhile, too; what is for validation stays as it was."""
+        begin, frames = self.clock.spent, self.footage.frames
+        self._load_new()
+        if self.footage.frames > frames:
+            network.eval()
+            self._trainer.take(self._encoded(network, self.footage, self._trainer.sources))
+            network.train()
+            network.vae.eval()
+        played = sum(e.source == "policy" for e in self.footage.episodes)
+        self.log.line(
+            f"made meanwhile: {made.episodes} episodes ({made.dropped} dropped); {len(self.footage.episodes)} in all, "
+            f"{played} of them played; taken in within {self.clock.spent - begin:.1f} s"
+        )
 
     def _save(self, network: DreamZero, why: str) -> None:
         episodes = len(self.footage.episodes)
-        about = {"episodes": episodes, "tasks": [t.removeprefix("lift_").replace("_", " ") for t in self.plan.tasks],
+        names = dict.fromkeys(t.removeprefix("lift_").replace("_", " ") for t in self.plan.tasks)
+        about = {"episodes": episodes, "tasks": list(names),
                  "more": f"Seed {self.plan.seed}, {self._trainer.step} steps."}  # fmt: skip
         export(network, self.preset, self.statistics, self.out / "checkpoint", about=about)
         self.bundle()

@@ -59,7 +59,7 @@ class Preset:
     vae_blocks: int = 1
     text_dim: int = 64
     text_layers: int = 2
-    text_len: int = 192
+    text_len: int = 128
     clip_dim: int = 64
     clip_layers: int = 3
     clip_size: int = 112
