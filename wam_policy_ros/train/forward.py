@@ -30,7 +30,7 @@ class WindowFlows(NamedTuple):
     action: Tensor
 
 
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
     """Tokens that share one timestep per row: ``x [B, G, L, dim]``, e6 ``[., G, 6, dim]``, positions of the tokens."""
 
     x: Tensor
@@ -48,7 +48,7 @@ def window_forward(
     state: Tensor,
     timestep: Tensor,
     *,
-    layer: Callable[..., tuple[_Segment, _Segment]] | None = None,
+    layer: Callable[..., tuple[Segment, Segment]] | None = None,
 ) -> WindowFlows:
     """
     Args:
@@ -72,7 +72,7 @@ def window_forward(
     clean = _patches(dit, observed, torch.cat(conditioning, dim=2))[:, None]
     zero = torch.zeros(1, 1, dtype=torch.int64, device=video.device)
     e6_clean = dit.time_vectors(zero)[1]
-    past = _Segment(clean, e6_clean, _table([dit.rotary_table(0, starts[-1], *size, registers=False)]))
+    past = Segment(clean, e6_clean, _table([dit.rotary_table(0, starts[-1], *size, registers=False)]))
 
     # Noisy blocks: rows and state follow the video of their block.
     noisy = _patches(
@@ -86,7 +86,7 @@ def window_forward(
     noisy = torch.cat([noisy, rows, registers], dim=1).unflatten(0, (batch, blocks))
     e, e6 = dit.time_vectors(timestep)
     tables = [dit.rotary_table(s, frames, *size, registers=True) for s in starts]
-    now = _Segment(noisy, e6, _table(tables))
+    now = Segment(noisy, e6, _table(tables))
 
     layers: list[Block] = list(dit.blocks)  # type: ignore[arg-type]
     run = layer or run_layer
@@ -136,15 +136,15 @@ def _project(attention: SelfAttention, x: Tensor, table: Rotary) -> tuple[Tensor
 
 def run_layer(
     block: Block,
-    past: _Segment,
-    now: _Segment,
+    past: Segment,
+    now: Segment,
     cross: CrossKV,
     starts: list[int],
     frames: int,
     tokens: int,
     *,
     last: bool,
-) -> tuple[_Segment, _Segment]:
+) -> tuple[Segment, Segment]:
     """One block of the network over both segments; of the last one only the noisy blocks are wanted."""
     # [., G, 1, dim] each: one timestep per group.
     mods = [(block.modulation[:, None] + s.e6).unsqueeze(3).unbind(2) for s in (past, now)]
@@ -176,7 +176,7 @@ def run_layer(
         flat = x.flatten(1, 2)
         x = x + _cross(block, flat, cross).view_as(x)
         x = x + gate2 * block.ffn(_modulated(x, shift2, scale2, block.eps))
-        new.append(segment._replace(x=x))
+        new.append(Segment(x, segment.e6, segment.table))
     return (past, new[0]) if last else (new[0], new[1])
 
 

@@ -167,7 +167,7 @@ class Run:
         try:
             if plan.compiled:
                 begin = clock.spent
-                self.layer = compiled_layer(self.preset, plan.recipe.batch, self.device)
+                self.layer = compiled_layer(self.preset, plan.recipe.batch, self.device, self.log.line)
                 self.log.line(f"layers compiled in {clock.spent - begin:.0f} s")
             self._wait_for_data(generator, clock.seconds * plan.data_share)
         finally:
