@@ -29,7 +29,7 @@ simulator. It exists so that the package can be tried, end to end, on a laptop.
 | --- | --- |
 | what it does | an arm in the simulator lifts the thing that is named: {tasks} |
 | what it does not | anything else: no real robot, no other scene, no other thing, no other words for them |
-| trained on | {episodes} episodes of a scripted expert that reads true poses; no recorded robot, no web data |
+| trained on | {episodes} episodes of a scripted expert that reads true poses{played}; no recorded robot, no web data |
 | input | three cameras of {width}x{height} in a mosaic, seven joints, a gripper, a sentence |
 | output | {horizon} rows of joint targets and gripper at 15 Hz, of which {steps} are executed; predicted video |
 | run with | {evaluations} evaluations, guidance {guidance}; the loader reads this from `experiment_cfg/metadata.json` |
@@ -50,7 +50,7 @@ def export(
     """Write the folder ``out``; an older one of that name is replaced once the new one is complete.
 
     Args:
-        about: ``episodes``, ``tasks`` and a text ``more`` for the card.
+        about: ``episodes``, how many of them were ``played``, ``tasks`` and a text ``more`` for the card.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -75,12 +75,15 @@ def export(
 
 
 def card(network: DreamZero, preset: Preset, about: Mapping[str, Any]) -> str:
-    page = preset.embodiment
+    page, played = preset.embodiment, about.get("played", 0)
     return CARD.format(
         name=preset.name,
         millions=sum(p.numel() for p in network.parameters()) / 1e6,
         tasks=", ".join(about.get("tasks", ())) or "as its training data say",
         episodes=about.get("episodes", "scripted"),
+        played=f", {played} of them played by the network while the expert said what it would have done"
+        if played
+        else "",
         width=page.cameras[0].width,
         height=page.cameras[0].height,
         horizon=preset.horizon,

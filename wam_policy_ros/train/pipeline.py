@@ -377,8 +377,8 @@ class Run:
     def _save(self, network: DreamZero, why: str) -> None:
         episodes = len(self.footage.episodes)
         names = dict.fromkeys(t.removeprefix("lift_").replace("_", " ") for t in self.plan.tasks)
-        about = {"episodes": episodes, "tasks": list(names),
-                 "more": f"Seed {self.plan.seed}, {self._trainer.step} steps."}  # fmt: skip
+        about = {"episodes": episodes, "played": sum(e.source == "policy" for e in self.footage.episodes),
+                 "tasks": list(names), "more": f"Seed {self.plan.seed}, {self._trainer.step} steps."}  # fmt: skip
         export(network, self.preset, self.statistics, self.out / "checkpoint", about=about)
         self.bundle()
         self.log.line(f"saved: {why}")
