@@ -26,7 +26,10 @@ needs_ros = pytest.mark.skipif(
 @pytest.mark.ros
 @pytest.mark.flaky(reruns=1)
 @pytest.mark.timeout(240)
-def test_demo_without_anything_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_demo_without_any_weights(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "packaged", dict)
     report = tmp_path / "report"
     assert main(["demo", "--seconds", "9", "--report", str(report)]) == 0
     said = capfd.readouterr().out
@@ -67,6 +70,36 @@ def test_a_node_that_cannot_start_ends_the_demo(tmp_path: Path, capfd: pytest.Ca
     assert not (tmp_path / "report" / "demo.mp4").exists()
 
 
+def _pictures_can_be_made() -> None:
+    pytest.importorskip("torch._dynamo")  # before any OpenGL, see train/generate.py
+    pytest.importorskip("mujoco", reason="mujoco is not installed: pip install 'wam_policy_ros[sim]'")
+    try:
+        World().close()
+    except RenderingUnavailable as error:
+        pytest.skip(str(error))
+
+
+@needs_ros
+@pytest.mark.ros
+@pytest.mark.flaky(reruns=1)
+@pytest.mark.timeout(240)
+def test_demo_without_anything_given_lifts_the_mug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _pictures_can_be_made()
+    report = tmp_path / "report"
+    assert main(["demo", "--report", str(report)]) == 0
+    said = capfd.readouterr().out
+    assert "LIFTED" in said and "pick up the white mug" in said
+    summary = json.loads((report / "summary.json").read_text())
+    assert summary["success"] and summary["random_weights"] is False
+    assert "not DreamZero's weights" in summary["weights"]
+    lifted = summary["scenes"][-1]
+    assert lifted["highest_m"] > 0.10 and lifted["others_taken"] == []
+    assert summary["greatest_motion_rad"] > 0.3
+    assert summary["predicted_frames_received"] >= 8 * (summary["chunks"] - 1)
+    for name in ("demo.mp4", "trajectory.png", "dashboard.png"):
+        assert (report / name).stat().st_size > 20_000, name
+
+
 @needs_ros
 @pytest.mark.ros
 @pytest.mark.flaky(reruns=1)
@@ -74,12 +107,7 @@ def test_a_node_that_cannot_start_ends_the_demo(tmp_path: Path, capfd: pytest.Ca
 def test_with_a_checkpoint_the_simulator_is_the_robot(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch._dynamo")  # before any OpenGL, see train/generate.py
-    pytest.importorskip("mujoco", reason="mujoco is not installed: pip install 'wam_policy_ros[sim]'")
-    try:
-        World().close()
-    except RenderingUnavailable as error:
-        pytest.skip(str(error))
+    _pictures_can_be_made()
     # As if it came with the package; the node is another process and is given the folder.
     write_checkpoint(tmp_path / "shelf" / "lifter")
     monkeypatch.setattr(demo, "packaged", lambda: {"lifter": tmp_path / "shelf" / "lifter"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,13 @@ def write_plot(recording: Recording, path: Path, title: str) -> None:
             axis.axvline(chunk.arrival_s, color="0.85", lw=0.8, zorder=0)
         if len(recording.joints):
             axis.plot(recording.joint_s, recording.joints[:, index], color="black", lw=1.1)
-        axis.set_ylabel(f"{name}\n[rad]" if "finger" not in name else f"{name}\n[joint unit]", fontsize=8)
+        unit = "joint unit" if "finger" in name or "gripper" in name else "rad"
+        axis.set_ylabel(f"{name}\n[{unit}]", fontsize=8)
         axis.tick_params(labelsize=7)
     for axis in axes[-1]:
         axis.set_xlabel("s since start")
-    figure.suptitle(title + "\nblack: joints of the simulated follower; dots: published rows, one colour per chunk")
+    legend = "black: joints of the simulated follower; dots: published rows, one colour per chunk"
+    figure.suptitle(textwrap.fill(title, 130) + "\n" + legend)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
