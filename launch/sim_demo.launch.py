@@ -1,6 +1,7 @@
-"""A simulated robot and the policy node: ros2 launch wam_policy_ros sim_demo.launch.py checkpoint:=/data/my-policy
+"""A simulated robot and the policy node: ros2 launch wam_policy_ros sim_demo.launch.py
 
-Without a checkpoint: random_weights:=tiny, an untrained network, which shows the machinery and lifts nothing.
+The policy is the small network that comes with the package, ``mug``, unless checkpoint:=FOLDER or the file ``config``
+names another. random_weights:=tiny is an untrained network, which shows the machinery and lifts nothing.
 Parameters come from config/dreamzero.yaml (every default), then the file ``config`` (sim_demo.yaml, for both nodes),
 then the arguments that are given. The simulator tells the policy node what its task is.
 """
@@ -8,7 +9,9 @@ then the arguments that are given. The simulator tells the policy node what its 
 from pathlib import Path
 from typing import Any
 
-from launch.actions import DeclareLaunchArgument, OpaqueFunction
+from ament_index_python.packages import PackageNotFoundError, get_package_prefix
+from launch.actions import DeclareLaunchArgument, LogInfo, OpaqueFunction, Shutdown
+from launch.events.process import ProcessExited
 from launch.substitutions import LaunchConfiguration
 from launch_ros.actions import LifecycleNode, Node
 from launch_ros.parameter_descriptions import ParameterValue
@@ -31,6 +34,7 @@ POLICY = {
     "random_weights": (str, "tiny or 14b: an untrained network instead of a checkpoint"),
     "device": (str, "torch device, or auto"),
 }
+WEIGHTS = ("backend", "checkpoint", "random_weights")
 VIEWS = ("none", "rviz", "foxglove")
 
 
@@ -44,21 +48,54 @@ def given(context: LaunchContext, arguments: dict[str, tuple[type, str]]) -> lis
     return [found] if found else []
 
 
-def viewer(context: LaunchContext, simulated: dict[str, bool]) -> list[Node]:
+def instead_of_the_file_s(context: LaunchContext) -> list[dict[str, Any]]:
+    """Exactly one of checkpoint and random_weights may be set, and none with another backend than the engine: who names
+    one in an argument takes back what the file has."""
+    named = {name: LaunchConfiguration(name).perform(context) for name in WEIGHTS}
+    if named["checkpoint"] and not named["random_weights"]:
+        return [{"random_weights": ""}]
+    if not named["checkpoint"] and (named["random_weights"] or named["backend"] not in ("", "engine")):
+        return [{"checkpoint": ""}]
+    return []
+
+
+def installed(package: str) -> str:
+    """Its name. Looked for before anything is started: launch does not end what runs when it cannot start the rest.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    try:
+        get_package_prefix(package)
+    except PackageNotFoundError as error:
+        apt = f"apt install ros-$ROS_DISTRO-{package.replace('_', '-')}"
+        raise RuntimeError(f"the view needs {error}; remedy: {apt}, or view:=none") from None
+    return package
+
+
+def viewer(context: LaunchContext, simulated: dict[str, bool]) -> list[Node | LogInfo]:
     """The view that was asked for; its package is not a dependency of this one."""
     view = LaunchConfiguration("view").perform(context)
     if view == "rviz":
         arguments = ["-d", str(CONFIG / "wam_policy.rviz")]
-        return [Node(package="rviz2", executable="rviz2", arguments=arguments, parameters=[simulated])]
-    if view == "foxglove":  # open config/foxglove_layout.json in Foxglove, connected to port 8765
-        return [Node(package="foxglove_bridge", executable="foxglove_bridge", parameters=[simulated])]
+        return [Node(package=installed("rviz2"), executable="rviz2", arguments=arguments, parameters=[simulated])]
+    if view == "foxglove":
+        bridge = installed("foxglove_bridge")
+        layout = CONFIG / "foxglove_layout.json"
+        told = LogInfo(msg=f"Foxglove: open ws://localhost:8765, then import the layout {layout}")
+        return [Node(package=bridge, executable="foxglove_bridge", parameters=[simulated]), told]
     return []
 
 
-def start_nodes(context: LaunchContext) -> list[Node]:
+def end(event: ProcessExited, context: LaunchContext) -> Shutdown | None:
+    """One of the two alone does nothing: the launch ends with the first that ends by itself."""
+    return None if context.is_shutdown else Shutdown(reason=f"{event.process_name} has ended")
+
+
+def start_nodes(context: LaunchContext) -> list[Node | LogInfo]:
     """The nodes, once the arguments are known."""
     namespace, config = LaunchConfiguration("namespace"), LaunchConfiguration("config")
-    shown = {"output": "screen", "emulate_tty": True}
+    shown = {"output": "screen", "emulate_tty": True, "on_exit": end}
     simulator = Node(
         package="wam_policy_ros",
         executable="wam_sim",
@@ -73,7 +110,7 @@ def start_nodes(context: LaunchContext) -> list[Node]:
         executable="wam_policy",
         name="wam_policy",
         namespace=namespace,
-        parameters=[str(CONFIG / "dreamzero.yaml"), config, *given(context, POLICY)],
+        parameters=[str(CONFIG / "dreamzero.yaml"), config, *instead_of_the_file_s(context), *given(context, POLICY)],
         **shown,
     )
     return [simulator, policy, *viewer(context, {"use_sim_time": True})]

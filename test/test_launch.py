@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from wam_policy_ros.model.packaged import packaged
 
 FOLDER = Path(__file__).parents[1] / "launch"
 
 try:
     # The folder launch/ of this repository is an importable namespace, so the name alone says nothing.
-    from launch.actions import DeclareLaunchArgument, OpaqueFunction
+    from launch.actions import DeclareLaunchArgument, OpaqueFunction, Shutdown
+    from launch.events.process import ProcessExited
+    from launch_ros.actions import Node
     from launch_ros.utilities import evaluate_parameters
 
     from launch import LaunchContext
@@ -105,6 +110,7 @@ def demo(**arguments: str) -> list[tuple[Any, list[Any]]]:
         for action in (entity.execute(context) or [])
         if isinstance(entity, (DeclareLaunchArgument, OpaqueFunction))
     ]
+    nodes = [node for node in nodes if isinstance(node, Node)]
     return [(node, list(evaluate_parameters(context, node._Node__parameters))) for node in nodes]
 
 
@@ -112,11 +118,54 @@ def test_the_demo_starts_a_simulator_and_the_node_with_one_file() -> None:
     (_, simulator), (_, policy) = demo(random_weights="tiny", seed="3", lockstep="false")
     assert [Path(p).name for p in simulator[:-1]] == ["sim_demo.yaml"]
     assert simulator[-1] == {"seed": 3, "lockstep": False}
-    assert [Path(p).name for p in policy[:-1]] == ["dreamzero.yaml", "sim_demo.yaml"]
-    assert policy[-1] == {"random_weights": "tiny"}
-    assert len(demo(view="rviz")) == 3
+    assert [Path(p).name for p in policy[:-2]] == ["dreamzero.yaml", "sim_demo.yaml"]
+    assert policy[-2:] == [{"checkpoint": ""}, {"random_weights": "tiny"}]
     with pytest.raises(RuntimeError, match="is not valid"):
         demo(view="window")
+
+
+def test_the_demo_without_an_argument_uses_the_weights_that_ship() -> None:
+    _, (_, policy) = demo()
+    assert [Path(p).name for p in policy] == ["dreamzero.yaml", "sim_demo.yaml"]
+    given = yaml.safe_load(Path(policy[-1]).read_text())["/**/wam_policy"]["ros__parameters"]
+    assert given["checkpoint"] in packaged()
+
+
+def test_weights_named_in_an_argument_take_back_those_of_the_file() -> None:
+    def values(**arguments: str) -> dict[str, Any]:
+        _, (_, policy) = demo(**arguments)
+        return {k: v for p in policy if isinstance(p, dict) for k, v in p.items()}
+
+    assert values(checkpoint="/data/x") == {"checkpoint": "/data/x", "random_weights": ""}
+    assert values(backend="hold") == {"backend": "hold", "checkpoint": ""}
+    assert values(backend="engine") == {"backend": "engine"}
+    assert values(checkpoint="a", random_weights="tiny") == {"checkpoint": "a", "random_weights": "tiny"}, "refused"
+
+
+@pytest.mark.parametrize(("view", "package"), [("rviz", "rviz2"), ("foxglove", "foxglove_bridge")])
+def test_a_view_starts_its_package_or_says_before_anything_starts_that_it_is_not_there(
+    view: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    index = tmp_path / "share" / "ament_index" / "resource_index" / "packages"
+    index.mkdir(parents=True)
+    monkeypatch.setenv("AMENT_PREFIX_PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"{package}.* not found.*remedy"):
+        demo(view=view)
+    (index / package).touch()
+    *_, (shown, (simulated,)) = demo(view=view)
+    assert shown.node_package == shown.node_executable == package and simulated == {"use_sim_time": True}
+
+
+def test_the_files_of_the_views_exist() -> None:
+    assert {"wam_policy.rviz", "foxglove_layout.json"} <= {p.name for p in load("sim_demo.launch.py").CONFIG.iterdir()}
+
+
+def test_the_demo_ends_with_the_first_that_ends_by_itself() -> None:
+    end, context = load("sim_demo.launch.py").end, LaunchContext()
+    ended = ProcessExited(returncode=1, action=None, name="wam_sim-1", cmd=[], cwd=None, env=None, pid=1)
+    assert isinstance(end(ended, context), Shutdown)
+    context._set_is_shutdown(True)
+    assert end(ended, context) is None, "everything ends already"
 
 
 def test_the_demo_s_arguments_are_parameters_of_its_nodes() -> None:

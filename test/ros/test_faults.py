@@ -81,6 +81,16 @@ def test_the_clock_jumps(jump_s: float) -> None:
     resumes(rig, 1.5)
 
 
+def test_after_a_jump_empty_buffers_are_no_news_but_silence_is() -> None:
+    rig = running()
+    rig.silent = set(AGE_S)
+    rig.run.clock.set_by(round(10e9))
+    rig.play(0.4)
+    assert rig.control.reason.startswith("the node's clock jumped by +10.")
+    rig.play(0.4)
+    assert "/left" in rig.control.reason and "/joints" in rig.control.reason
+
+
 def test_a_step_that_hangs_is_a_fault_at_the_deadline_and_the_plan_under_way_ends_at_rest() -> None:
     hangs: list[int] = []
     rig = Rig(wander(), lambda call: float("inf") if hangs else 0.2, **{"safety.deadline_s": 1.0})

@@ -62,7 +62,7 @@ def cell() -> Iterator[Cell]:
     made.close()
 
 
-def test_seeds_are_played_and_counted(cell: Cell) -> None:
+def test_seeds_are_played_counted_and_told(cell: Cell, capfd: pytest.CaptureFixture[str]) -> None:
     node = SimEpisodes(namespace=cell.namespace, policy="", quiet_s=15.0)
     lifted = episode_of(node.play(0, "lift_mug", 150, "take the cup"))
     assert lifted.success and lifted.seed == 0 and lifted.task == "lift_mug" and 40 < lifted.ticks < 150
@@ -72,6 +72,10 @@ def test_seeds_are_played_and_counted(cell: Cell) -> None:
     still = episode_of(node.play(1, "lift_red_apple", 12))
     assert not still.success and still.ticks == 12 and still.moved_m == {} and still.highest_m < 0.01
     assert still.instruction == TASKS["lift_red_apple"].instructions[0] and not still.executed[:, 7].any()
+    log = "".join(capfd.readouterr())
+    assert log.count("scene 0: lift_mug, 'take the cup'") == log.count("scene 0: success") == 1
+    assert f"success after {lifted.ticks} ticks ({lifted.ticks / 15:.1f} s), {lifted.highest_m:.2f} m up" in log
+    assert log.count("scene 1: over after 12 ticks (0.8 s) without success, 0.00 m at most") == 1
     with pytest.raises(PolicyUnavailable, match="refuses"):
         node.play(0, "make coffee", 12)
     node.restore()

@@ -25,6 +25,7 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from wam_policy_ros.contract.executed import carried
 from wam_policy_ros.contract.fakes import ScriptedPolicy
+from wam_policy_ros.model.packaged import packaged
 from wam_policy_ros.ros.messages import image_to_rgb, ns_to_stamp, stamp_to_ns
 from wam_policy_ros.ros.parameters import NodeParameters
 from wam_policy_ros.ros.policy_node import PolicyNode
@@ -308,6 +309,7 @@ def test_lock_step_gives_up_a_trajectory_that_nobody_replaces(make: Callable[...
 POLICY: dict[str, Any] = {
     **load("sim_demo.yaml"),
     "backend": "hold",
+    "checkpoint": "",
     "instruction": "lift the mug",
     "safety.executor_stall_s": 5.0,
 }
@@ -320,7 +322,8 @@ def test_the_demo_s_file_sets_what_exists() -> None:
             assert value == PARAMETERS[name][0] and type(value) is type(PARAMETERS[name][0]), (
                 "the defaults, to be changed"
             )
-    params = NodeParameters.from_values({**load("dreamzero.yaml"), **load("sim_demo.yaml"), "random_weights": "tiny"})
+    params = NodeParameters.from_values({**load("dreamzero.yaml"), **load("sim_demo.yaml")})
+    assert params.checkpoint in packaged(), "without an argument the demo lifts the mug"
     assert params.control_execute_steps == given["lockstep_ticks"]
 
 

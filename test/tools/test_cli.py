@@ -83,6 +83,14 @@ def test_text_that_yaml_would_take_for_something_else_stays_text() -> None:
     assert given["exit_on_failure"] == "true"
 
 
+def test_up_with_random_weights_takes_back_the_checkpoint_of_a_file() -> None:
+    words = up.ros_arguments(arguments("--config", "sim_demo", "--random-weights", "tiny"))
+    given = dict(words[i + 1].split(":=", 1) for i, w in enumerate(words) if w == "-p")
+    assert yaml.safe_load(given["checkpoint"]) == "" and yaml.safe_load(given["random_weights"]) == "tiny"
+    words = up.ros_arguments(arguments("--config", "sim_demo", "--random-weights", "tiny", "--checkpoint", "x"))
+    assert "checkpoint:='x'" in words, "both named: the node refuses"
+
+
 def test_up_names_the_packaged_configurations() -> None:
     with pytest.raises(ConfigError, match="droid"):
         up.config_file("dorid")

@@ -43,6 +43,8 @@ from .worker import InferenceWorker, Phase, Request, Result
 
 MAX_LATE_IN_A_ROW = 2
 RETRY_S = 1.0
+AFTER_JUMP_S = 0.5
+"""After a jump of the clock the buffers are empty: for so long that is no news."""
 """How often a policy that went away is asked again."""
 
 FORESIGHT_S = 0.045
@@ -117,6 +119,7 @@ class ControlLoop(Standing):
         self._refused_prompt: str | None = None
         self._late_in_a_row = self._refused_in_a_row = self._rejected_in_a_row = 0
         self._ticked_ns = 0  # steady time of the last tick; 0: none since the activation
+        self._jumped_ns: int | None = None  # steady time of the last jump of the node's clock
 
     def prepare(self, spec: PolicySpec) -> JointLimits:
         """May a robot be run with this policy? Changes nothing but the expected latency.
@@ -305,7 +308,8 @@ class ControlLoop(Standing):
         try:
             self._inputs.check(now)
         except ObservationError as error:
-            self._lose_input(error)
+            if not self._just_jumped(now, error):
+                self._lose_input(error)
             return
         if self._input_lost:
             self._recover()
@@ -339,11 +343,16 @@ class ControlLoop(Standing):
             return False
         self._inputs.clear()
         self._new_session()
-        self._input_lost = True
+        self._input_lost, self._jumped_ns = True, now.steady_ns
         self.counters["clock_jumps"] += 1
         if not self.fault:
             self._say(Substate.HOLDING, f"the node's clock jumped by {jump_s:+.3f} s: new session")
         return True
+
+    def _just_jumped(self, now: Now, error: ObservationError) -> bool:
+        """Is nothing there because the clock jumped? That is said already, and no publisher is to be looked at yet."""
+        after_s = float("inf") if self._jumped_ns is None else (now.steady_ns - self._jumped_ns) * 1e-9
+        return isinstance(error, MissingInput) and self._input_lost and after_s < AFTER_JUMP_S
 
     def _stalled_s(self, now: Now) -> float:
         """How long no tick has come, if that is a stall, else 0. The robot has been held from outside then, and nothing

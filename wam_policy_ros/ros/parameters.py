@@ -576,6 +576,7 @@ class NodeParameters:
             problems.append(
                 f"exactly one of checkpoint and random_weights must be given, got {given}: set checkpoint to a "
                 "checkpoint folder, or random_weights to tiny or 14b for a test without trained weights"
+                + ("; one that a file gives is taken back with -p \"checkpoint:=''\"" if self.checkpoint else "")
             )
         if self.backend != "engine" and (self.checkpoint or self.random_weights):
             problems.append(f"backend {self.backend} uses no weights, but checkpoint or random_weights is set")

@@ -80,6 +80,7 @@ class SimNode(Node):
         self._size = (int(self._value("width")), int(self._value("height")))
         self._infos = {c.name: camera_info(c.name, c.topic, self._size) for c in DROID.cameras}
         self._success: tuple[int, bool] | None = None
+        self._told = (-1, False, False)  # episode, success, over
         self._instruction_said = ""
         self._seed = -1
         self._publish_on()
@@ -146,6 +147,7 @@ class SimNode(Node):
             self._instruction_said = instruction
             self._instruction.publish(String(data=instruction))
         self._episode.publish(String(data=describe(status)))
+        self._tell(status)
 
     # -- callbacks: in the executor's thread ----------------------------------------------------------------------
 
@@ -188,6 +190,23 @@ class SimNode(Node):
 
     def _warn(self, line: str) -> None:
         self.get_logger().warning(line)
+
+    def _tell(self, status: Status) -> None:
+        """In the log, for people: what a scene is about, and how it went."""
+        now = (status.episode, status.outcome.success, status.over)
+        if now == self._told:
+            return
+        (episode, success, _), self._told = self._told, now
+        asked, scene = status.asked, f"scene {status.asked.seed}"
+        if episode != status.episode:
+            said = f", {asked.said!r}" if asked.said else ""
+            self.get_logger().info(f"{scene}: {asked.task.name if asked.task else 'no task'}{said}")
+        at = f"after {status.tick} ticks ({status.tick * DT_NS * 1e-9:.1f} s)"
+        if status.outcome.success:
+            if (episode, success) != (status.episode, True):
+                self.get_logger().info(f"{scene}: success {at}, {status.highest_m:.2f} m up")
+        elif status.over:
+            self.get_logger().info(f"{scene}: over {at} without success, {status.highest_m:.2f} m at most")
 
     def _publish_on(self) -> None:
         """Before the world begins, which publishes from its first moment on."""

@@ -53,6 +53,8 @@ def ros_arguments(args: argparse.Namespace) -> list[str]:
         "device": args.device,
         "instruction": args.instruction,
     }
+    if args.random_weights is not None and args.checkpoint is None:
+        given["checkpoint"] = ""  # only one of the two may be set: who names this one takes back what the file has
     for name, value in given.items():
         if value is not None:
             # YAML would read "on" or "42" as something else than text.

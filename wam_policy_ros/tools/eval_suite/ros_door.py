@@ -184,8 +184,9 @@ def node_values(plan: Plan) -> dict[str, Any]:
     values: dict[str, Any] = {"use_sim_time": True, "exit_on_failure": True, "sim_reset.service": ""}
     values |= {**WIDE, **PATIENT, "control.execute_steps": executed_rows(plan)}
     if plan.control == HOLD:
-        return values | {"backend": "hold"}
-    values |= {"checkpoint": plan.checkpoint} if plan.checkpoint else {"random_weights": str(plan.random_weights)}
+        return values | {"backend": "hold", "checkpoint": ""}
+    values["checkpoint"] = plan.checkpoint or ""  # sim_demo.yaml names one
+    values |= {} if plan.checkpoint else {"random_weights": str(plan.random_weights)}
     values |= {"tokenizer": plan.tokenizer} if plan.tokenizer else {}
     values |= {"device": plan.device, "engine.preset": plan.preset}
     for name, value in plan.options:
