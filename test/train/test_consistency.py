@@ -15,6 +15,7 @@ from wam_policy_ros.engine.config import EngineConfig
 from wam_policy_ros.engine.policy import DreamZeroPolicy
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.tokenizer import UMT5Tokenizer
+from wam_policy_ros.train.export import export
 from wam_policy_ros.train.footage import Footage
 from wam_policy_ros.train.latents import encode_all
 from wam_policy_ros.train.preset import TOY
@@ -22,7 +23,9 @@ from wam_policy_ros.train.samples import Windows, normalised_rows, normalised_st
 from wam_policy_ros.train.vocabulary import write_tokenizer
 
 pytest.importorskip("mujoco")
+from wam_policy_ros.sim.tasks import TASKS
 from wam_policy_ros.train import generate
+from wam_policy_ros.train.evaluate import Follower, Rollouts
 
 SEED = 10_001
 
@@ -152,3 +155,27 @@ def test_the_same_seed_is_the_same_episode(world, episode):
         np.testing.assert_array_equal(getattr(one, key), getattr(two, key))
     assert (one.task, one.instruction) == (two.task, two.instruction)
     assert not np.array_equal(one.state, episode.state[: len(one.state)])
+
+
+def test_what_a_policy_plays_is_labelled_by_the_expert_and_can_be_trained_on(world, episode, policy, tmp_path):
+    metadata = TOY.metadata(statistics_of([episode]))
+    statistics = metadata[TOY.embodiment.tag]["statistics"]
+    folder = export(policy.network, TOY, statistics, tmp_path / "checkpoint", about={})
+    follower = Follower(Rollouts(str(folder), "toy", tasks=("lift_mug",), max_ticks=16, label_every=4))
+    try:
+        played = follower(SEED)
+    finally:
+        follower.world.close()
+    assert played.source == "policy" and played.task == "lift_mug" and not played.success
+    assert played.steps == 16 and len(played.views) == 8 and np.isfinite(played.action).all()
+    known = np.isfinite(played.label).all((1, 2))
+    assert known.tolist() == [k % 4 == 0 for k in range(16)] + [False]
+    begin = world.reset(SEED, TASKS["lift_mug"])
+    np.testing.assert_array_equal(played.state[0], generate.state_of(begin))
+    np.testing.assert_array_equal(played.views[0], generate.shrink(begin, TOY))
+    footage = Footage(TOY, torch.device("cpu"))
+    footage.add([episode, played])
+    windows = Windows(footage, TOY, policy.statistics, policy.tokenizer, every=2)
+    at = footage.first[1]
+    assert (windows.anchors >= at).any()
+    assert windows.batch(torch.tensor([at])).has_rows[0].tolist() == [True, True, False, False]

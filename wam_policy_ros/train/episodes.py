@@ -30,7 +30,7 @@ class Episode:
         source: ``expert``, or ``policy`` when the robot followed a policy and the expert only said what it would do.
         success: the task was done.
         views: uint8 ``[1 + T // stride, 3, view_height, view_width, 3]``: the three cameras as the mosaic takes them
-            (cropped, resized), at steps 0, stride, 2 stride, ..
+            (cropped, resized), at steps 0, stride, 2 stride, ..; one less where nothing was drawn at the end.
         state: float32 ``[T + 1, 8]`` measured joints (rad) and gripper at every step.
         action: float32 ``[T, 8]`` targets that were sent from step s to s + 1.
         label: float32 ``[T + 1, N, 8]``: targets the expert would send from step s, s + 1, .. s + N - 1, absolute. NaN

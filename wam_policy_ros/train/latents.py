@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -49,14 +48,12 @@ def normalised_latents(vae: VideoVAE, clip: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_all(
-    vae: VideoVAE, footage: Footage, anchors: Tensor, *, batch: int, dtype: torch.dtype, until: float | None = None,
-    known: Latents | None = None,
+    vae: VideoVAE, footage: Footage, anchors: Tensor, *, batch: int, dtype: torch.dtype, known: Latents | None = None
 ) -> Latents:  # fmt: skip
     """
     Args:
         anchors: frames at which a window may start.
         dtype: of the result.
-        until: ``time.monotonic()`` after which TimeoutError is raised.
         known: of the footage before it grew; only what is missing there is encoded.
     """
     device = footage.device
@@ -77,8 +74,6 @@ def encode_all(
         first[slot[again]] = known.first[known.slot[again]]
 
     def encode(clip: Tensor) -> Tensor:
-        if until is not None and time.monotonic() > until:
-            raise TimeoutError("encoding the footage took too long")
         return normalised_latents(vae, clip).to(dtype)
 
     for part in footage.observable(old).to(device).split(batch):

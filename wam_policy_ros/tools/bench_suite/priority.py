@@ -218,7 +218,7 @@ class Caller:
 
 
 class Bench:
-    """Owner, robot and clients; ``warm_up`` first, ``stop`` at the end."""
+    """Owner, robot and clients; ``first_calls`` first, ``stop`` at the end."""
 
     def __init__(self, policy: DreamZeroPolicy, *, clients: int) -> None:
         self._policy = Interruptible(policy)
