@@ -11,11 +11,12 @@ from wam_policy_ros.contract.normalization import Statistics
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.tokenizer import UMT5Tokenizer
 from wam_policy_ros.train.episodes import Episode, labels_of
-from wam_policy_ros.train.fit import Sources, initialise
+from wam_policy_ros.train.fit import Sources
 from wam_policy_ros.train.footage import Footage
 from wam_policy_ros.train.latents import encode_all
 from wam_policy_ros.train.preset import TOY
 from wam_policy_ros.train.samples import Windows, statistics_of
+from wam_policy_ros.train.start_weights import initialise
 from wam_policy_ros.train.vocabulary import write_tokenizer
 
 WORDS = ("pick up the white mug", "lift the red apple")

@@ -78,6 +78,34 @@ def _step(trainer: Trainer, of: int) -> None:
     trainer._one()
 
 
+def test_what_is_taken_in_later_is_trained_on_as_if_it_had_been_there_from_the_start(tmp_path):
+    one, two = network(), network()
+    early, late = sources(one, tmp_path, count=1), sources(one, tmp_path, count=3)
+    grown, whole = _trainer(one, early, tmp_path), _trainer(two, late, tmp_path)
+    grown.take(late)
+    for trainer in (grown, whole):
+        trainer.run(Budget(1e9), max_steps=4)
+    for (name, a), b in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_a_training_in_parts_is_the_training_in_one(tmp_path):
+    """What stops and goes on within a process: rate, steps and what is said of each part."""
+    one, two, kept = network(), network(), []
+    found = sources(one, tmp_path, count=1)
+    whole, parts = _trainer(one, found, tmp_path), _trainer(two, found, tmp_path, save=kept.append)
+    # By steps, so that the rate is the same: the budget never ends.
+    whole.run(Budget(1e9), max_steps=6)
+    budget = Budget(1e9)
+    for stop_at in (2, 4, 6):
+        parts.run(budget, max_steps=6, stop_at=stop_at)
+    parts.run(budget, until=0.0, max_steps=6)
+    assert parts.step == 6
+    assert kept[:3] == ["step 2, the end of a part", "step 4, the end of a part", "end"]
+    for (name, a), b in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
 def test_saved_weights_are_the_average(tmp_path):
     made, kept = network(), []
     found = sources(made, tmp_path, count=1)

@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("MUJOCO_GL", "egl")
     from wam_policy_ros.sim.cameras import NAMES, SIZE
     from wam_policy_ros.sim.tasks import TASKS, find_task
+    from wam_policy_ros.train.errors import DataError
     from wam_policy_ros.train.generate import Generator
     from wam_policy_ros.train.lerobot import finish
     from wam_policy_ros.train.record import Recorder, Recording
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         print(file=sys.stderr)
     for line in generator.errors[:3]:
         print(f"a simulator ended: {line}", file=sys.stderr)
+    if generator.errors and not done.shards:
+        raise DataError("the simulator does not run", got=generator.errors[0])
     info = finish(args.out, what.fps, SIZE, NAMES)
     counts = f"{info['total_episodes']} episodes, {info['total_frames']} frames, {info['total_tasks']} instructions"
     print(f"{args.out}: {counts}; the expert failed {done.dropped} scenes of this run")

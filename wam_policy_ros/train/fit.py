@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from wam_policy_ros.model.attention import KV, CrossKV
-from wam_policy_ros.model.dit import Block
 from wam_policy_ros.model.dreamzero import DreamZero
 
 from .footage import Footage
@@ -46,7 +45,7 @@ class Recipe:
     batch: int = 48
     lr: float = 7e-4
     warmup: int = 200
-    video_weight: float = 0.2
+    video_weight: float = 0.15
     gripper_weight: float = 1.0
     state_noise: float = 0.05
     latent_noise: float = 0.1
@@ -55,45 +54,6 @@ class Recipe:
     words_steps: int = 600
     report_s: float = 10.0
     save_s: float = 120.0
-
-
-def initialise(network: DreamZero, seed: int) -> None:
-    """Starting weights of everything but the VAE: what PyTorch draws, small embeddings, an output near zero."""
-    torch.manual_seed(seed)
-    for name, module in network.named_modules():
-        if name.startswith("vae"):
-            continue
-        if isinstance(module, nn.Linear | nn.Conv3d | nn.Conv2d):
-            module.reset_parameters()
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm):
-            module.reset_parameters()
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.5)
-    with torch.no_grad():
-        for name, p in network.named_parameters():
-            leaf = name.rsplit(".", 1)[-1]
-            if name.startswith("vae"):
-                continue
-            if "modulation" in name:
-                p.normal_(std=p.shape[-1] ** -0.5)
-            elif leaf == "W":
-                p.normal_(std=p.shape[1] ** -0.5)
-            elif leaf == "b" or name.endswith("log_scale"):
-                p.zero_()
-            elif leaf in ("cls_embedding", "pos_embedding") or name.endswith("visual.head"):
-                p.normal_(std=p.shape[-1] ** -0.5)
-            elif "norm" in name and leaf == "weight":
-                p.fill_(1.0)
-        for block in network.model.blocks:
-            assert isinstance(block, Block)
-            block.self_attn.o.weight.mul_(0.5)
-            block.cross_attn.o.weight.mul_(0.2)  # it has no gate
-        network.model.time_projection[1].weight.mul_(0.2)  # type: ignore[operator,union-attr]
-        network.model.head.head.weight.zero_()
 
 
 class Average:
@@ -261,19 +221,21 @@ class Trainer:
         self._stepper = Stepper(loss, [p for _, p in self._trained()], self.optimiser, graph=graph,
                                 say=self.log.line)  # fmt: skip
 
-    def run(self, budget: Budget, *, until: float | None = None, max_steps: int | None = None) -> None:
-        """Until the budget is over; the rate follows all of it.
+    def run(
+        self, budget: Budget, *, until: float | None = None, max_steps: int | None = None, stop_at: int | None = None
+    ) -> None:
+        """Until the budget is over or ``max_steps`` were made in all; the rate follows whatever of that is nearer.
 
         Args:
-            until: stop here, in seconds spent of the budget; a later call goes on.
-            max_steps: also stop when so many steps were made in all.
+            until, stop_at: stop here already, in seconds spent of the budget and in steps; a later call goes on.
         """
         recipe, device = self.recipe, self.sources.footage.device
         until = budget.seconds if until is None else min(until, budget.seconds)
+        stop_at = max_steps if stop_at is None else stop_at
         told = saved = budget.spent
         sums: dict[str, Tensor] = {}
         since = 0
-        while budget.spent < until and (max_steps is None or self.step < max_steps):
+        while budget.spent < until and (stop_at is None or self.step < stop_at):
             fraction = budget.fraction if max_steps is None else max(budget.fraction, self.step / max_steps)
             rate = (
                 recipe.lr
@@ -284,7 +246,7 @@ class Trainer:
             parts = self._one()
             sums = {k: sums[k] + v if k in sums else v.clone() for k, v in parts.items()}
             since += 1
-            if budget.spent - told >= recipe.report_s or budget.spent >= until or self.step == max_steps:
+            if budget.spent - told >= recipe.report_s or budget.spent >= until or self.step == stop_at:
                 values = {k: float(v) / since for k, v in sums.items()}
                 per_s = since * recipe.batch / max(budget.spent - told, 1e-6)
                 self.log.point("dit", self.step, values | {"lr": rate, "per_s": per_s})
@@ -294,7 +256,8 @@ class Trainer:
                 self.keep(f"step {self.step}")
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self.keep("end")
+        whole = until >= budget.seconds and stop_at == max_steps
+        self.keep("end" if whole else f"step {self.step}, the end of a part")
 
     def _one(self) -> dict[str, Tensor]:
         anchors = self.sources.windows.anchors

@@ -31,7 +31,7 @@ class VAERecipe:
         busy: how much more a pixel counts that differs from its surroundings (things and arm, not the table).
         edges: weight of the error of the differences between neighbouring pixels, which a blur gets wrong.
         grey: share of clips that are a first frame followed by grey.
-        form: of convolutions over time, see :mod:`.fused_norm`; empty: the fastest, which takes a while to find.
+        form: of convolutions over time, see :mod:`.fused_norm`; empty: the fastest here, which takes a while to find.
         second: share decoded without their first latent, as a predicted block is shown behind an observed one.
     """
 
@@ -43,7 +43,7 @@ class VAERecipe:
     edges: float = 1.0
     grey: float = 0.25
     second: float = 0.25
-    form: str = ""
+    form: str = STACKED
     report_s: float = 10.0
 
 
@@ -185,7 +185,7 @@ def latent_statistics_of(
     """Mean and standard deviation per channel of the latents of observed blocks, before normalisation."""
     generator = torch.Generator().manual_seed(seed)
     pool = footage.observable()
-    pick = pool[torch.randint(len(pool), (count,), generator=generator)].to(footage.device)
+    pick = pool[torch.randperm(len(pool), generator=generator)[:count]].to(footage.device)
     found = []
     for part in pick.split(batch):
         clip = footage.observed_clip(part).to(compute_dtype(footage.device))

@@ -13,6 +13,7 @@ from wam_policy_ros.engine.encode import expand_observation
 from wam_policy_ros.engine.preprocess import lay_out_mosaic, to_model_video
 
 from .episodes import Episode
+from .errors import DataError
 from .preset import BLOCK, OBSERVED, Preset
 
 
@@ -40,9 +41,18 @@ class Footage:
         self._buffer = torch.empty(0)
 
     def add(self, episodes: Sequence[Episode]) -> None:
+        """
+        Raises:
+            DataError: their pictures have another size.
+        """
+        size = (3, self.preset.view_height, self.preset.view_width, 3)
+        if other := {e.views.shape[1:] for e in episodes} - {size}:
+            raise DataError(
+                f"episodes of another preset than {self.preset.name}", got=f"views {sorted(other)}", expected=str(size)
+            )
         new = sum(len(e.views) for e in episodes)
         if self.frames + new > len(self._buffer):
-            shape = (max(2 * len(self._buffer), self.frames + new, 1024), 3, *episodes[0].views.shape[2:])
+            shape = (max(2 * len(self._buffer), self.frames + new, 1024), *size)
             grown = torch.empty(shape, dtype=torch.uint8, device=self.device)
             if self.frames:
                 grown[: self.frames] = self._buffer[: self.frames]

@@ -1,16 +1,17 @@
 """By the clock: demonstrations, VAE, latents, DiT, checkpoint, evaluation; all in one go or in stages of their own.
 
 Each stage has a share of the time and leaves what it made in the folder, so that a later call goes on from there.
-Nothing is generated while a network is trained: simulators would take the cores that feed the GPU.
+No simulator runs while the VAE is trained. On a GPU the DiT is trained in parts, and simulators go on beside all but
+the last one (``meanwhile``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from wam_policy_ros.contract.errors import ConfigError
 from wam_policy_ros.contract.normalization import Statistics
+from wam_policy_ros.model.config import DreamZeroConfig
 from wam_policy_ros.model.dreamzero import DreamZero
 from wam_policy_ros.model.tokenizer import UMT5Tokenizer
 from wam_policy_ros.model.vae import VideoVAE
@@ -27,19 +29,21 @@ from .bundle import write_bundle
 from .compiled import compiled_layer
 from .episodes import read_shard, shards
 from .errors import DataError, TrainError
-from .evaluate import Follower, Rollouts, evaluate, write_summary
+from .evaluate import Rollouts, evaluate, write_summary
 from .export import export
-from .fit import Recipe, Sources, Trainer, initialise
+from .fit import Sources, Trainer
 from .fit_text import encode_prompts, teach_words
-from .fit_vae import VAERecipe, fit_vae, latent_statistics_of, new_vae, reconstruction
+from .fit_vae import fit_vae, latent_statistics_of, new_vae, reconstruction
 from .footage import Footage
 from .forward import run_layer
-from .generate import EVALUATION_SEEDS, TRAINING_SEEDS, Demonstrations, Generator, Progress
+from .generate import EVALUATION_SEEDS, Demonstrations, Generator, Progress
 from .latents import encode_all, normalised_latents
-from .meanwhile import PLAYED, PLAYED_SEEDS, meanwhile
+from .meanwhile import PLAYED, meanwhile
+from .plan import Plan
 from .preset import PRESETS
 from .runlog import Budget, RunLog, draw_curves, save_picture
 from .samples import Windows, statistics_of
+from .start_weights import initialise
 from .vocabulary import write_tokenizer
 
 VALIDATE_EVERY = 32
@@ -49,84 +53,21 @@ SEEN_SEEDS = 8
 """Training seeds that are played before the evaluation."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """
-    Attributes:
-        minutes: of wall-clock time for everything.
-        data_share: of it, for demonstrations; vae_share, latents_share, fit_share: of these stages; the rest is
-            evaluation.
-        episodes: no more than these; None: as many as there is time for.
-        start: a checkpoint to go on from instead of a new network (its VAE stays as it is).
-        vae_file: a VAE that was trained before (``vae.pt``).
-        bundle: folder for the result in a few files of bounded size, written at every save.
-        rounds: parts the DiT's training is cut into. While one part is trained the simulators go on: demonstrations
-            first (at most ``round_episodes``), then the newest weights play with the expert watching (DAgger); what
-            came of it is taken in before the next part.
-        spare_cores: cores that the simulators leave to the training then.
-        max_steps: of either training, for tests.
-    """
-
-    preset: str = "mug"
-    minutes: float = 9.6
-    workers: int = 2
-    device: str = "auto"
-    seed: int = 0
-    first_seed: int = TRAINING_SEEDS
-    tasks: tuple[str, ...] = Demonstrations.tasks
-    episodes: int | None = None
-    data_share: float = 0.09
-    vae_share: float = 0.25
-    latents_share: float = 0.06
-    fit_share: float = 0.48
-    evaluation_seeds: int = 100
-    start: str | None = None
-    extra_data: tuple[str, ...] = ()
-    vae_file: str | None = None
-    bundle: str | None = None
-    compiled: bool = False
-    rounds: int = 1
-    round_episodes: int = 1600
-    spare_cores: int = 2
-    max_steps: int | None = None
-    vae: VAERecipe = field(default_factory=VAERecipe)
-    recipe: Recipe = field(default_factory=Recipe)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any], words: Mapping[str, Any]) -> Plan:
-        """``values`` by name; ``words`` may name a field of ``vae`` or ``recipe``: ``recipe.lr``.
-
-        Raises:
-            ConfigError: an unknown name.
-        """
-        flat = {**values, **{k: v for k, v in words.items() if "." not in k}}
-        nested: dict[str, dict[str, Any]] = {"vae": {}, "recipe": {}}
-        for key, value in words.items():
-            group, dot, name = key.partition(".")
-            if dot and group in nested:
-                nested[group][name] = value
-            elif dot:
-                raise ConfigError("unknown option of the plan", got=key, expected="NAME, vae.NAME or recipe.NAME")
-        try:
-            return cls(**flat, vae=VAERecipe(**nested["vae"]), recipe=Recipe(**nested["recipe"]))
-        except TypeError as error:
-            raise ConfigError("unknown option of the plan", got=str(error)) from error
-
-
 class Run:
     """One training in a folder.
 
-    Files: ``data/`` shards, ``vae.pt``, ``trainer.pt``, ``statistics.json``, ``checkpoint/``, ``evaluation.json``,
-    ``log.txt``, ``curves.jsonl``, ``curves.png``, ``plan.json``.
+    Files: ``data/`` shards, ``played*/`` those of a policy, ``vae.pt``, ``trainer.pt``, ``statistics.json``,
+    ``checkpoint/``, ``evaluation.json``, ``log.txt``, ``curves.jsonl``, ``curves.png``, ``plan.json``.
     """
 
     def __init__(self, out: Path, plan: Plan) -> None:
-        self.out, self.plan = out, plan
+        self.out = out
         self.preset = PRESETS[plan.preset]
         self.log = RunLog(out)
         self.clock = Budget(60 * plan.minutes)
         name = plan.device if plan.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(name)
+        self.plan = plan = plan.settled(gpu=self.device.type == "cuda")
         self.version = 0
         self.footage = Footage(self.preset, self.device)
         self.held_out = Footage(self.preset, self.device)
@@ -142,72 +83,80 @@ class Run:
 
     def everything(self) -> dict[str, Any]:
         """All stages; the report of the evaluation."""
-        self._data()
+        self._data(compiling=True)
         return self._rest(self._vae(self.clock.seconds * (self.plan.data_share + self.plan.vae_share)))
 
     def vae_only(self) -> dict[str, Any]:
         """Demonstrations and the VAE; how well it draws what it never saw."""
-        self._data()
+        self._data(compiling=False)
         vae = self._vae(self.clock.seconds - 10.0)
         report = self._look_at(vae)
         self.bundle()
         return report
 
     def dit_only(self) -> dict[str, Any]:
-        """Demonstrations, then everything behind the VAE of ``plan.vae_file``."""
-        self._data()
+        """Demonstrations, then everything behind the VAE of ``plan.vae_file`` or ``plan.start``."""
+        self._data(compiling=True)
         return self._rest(self._vae(0.0))
 
-    def _data(self) -> None:
+    def _data(self, *, compiling: bool) -> None:
         plan, clock = self.plan, self.clock
         self.log.line(f"{self.preset.name} on {self.device}, {plan.minutes:g} minutes, {plan.workers} simulators")
         what = Demonstrations(plan.preset, tasks=plan.tasks)
         count = None if plan.episodes is None else -(-plan.episodes // what.per_shard)
         generator = Generator(self.out / "data", what, workers=plan.workers, first_seed=plan.first_seed, count=count)
         try:
-            if plan.compiled:
-                begin = clock.spent
-                self.layer = compiled_layer(self.preset, plan.recipe.batch, self.device, self.log.line)
-                self.log.line(f"layers compiled in {clock.spent - begin:.0f} s")
+            if compiling:
+                self.compile_layers()
             self._wait_for_data(generator, clock.seconds * plan.data_share)
         finally:
-            made = generator.stop(3.0)
-        self._load_new()
+            made = self.stopped(generator, 3.0)
+        self.load_new()
         counts = f"{len(self.footage.episodes)} for training, {len(self.held_out.episodes)} for validation"
         self.log.line(
             f"data: {made.episodes} episodes made now ({made.dropped} dropped), {counts}, {self.footage.frames} frames"
         )
+        if not self.footage.episodes:
+            raise DataError("no demonstration was made in time", got=f"{clock.spent:.0f} s", remedy="give more minutes")
+
+    def compile_layers(self) -> None:
+        """If the plan says so; while simulators run, as it takes more than a minute."""
+        if self.plan.compiled:
+            begin = self.clock.spent
+            self.layer = compiled_layer(self.preset, self.plan.recipe.batch, self.device, self.log.line)
+            self.log.line(f"layers: {self.clock.spent - begin:.0f} s for compiling them")
+
+    def stopped(self, generator: Generator, patience_s: float) -> Progress:
+        """Stop it and say what its processes said. Whether there is too little then is for others to judge."""
+        made = generator.stop(patience_s)
         for line in generator.errors[:3]:
             self.log.line(f"a simulator ended: {line}")
+        return made
 
     def _rest(self, vae: VideoVAE) -> dict[str, Any]:
-        network, sources, validation = self._sources(vae)
-        self._fit(network, sources, validation, self.clock.seconds * (1 - self._evaluation_share))
+        network, sources, validation = self.sources(vae)
+        self.fit(network, sources, validation, self.clock.seconds * (1 - self.plan.evaluation_share))
         del network, sources, validation
         self.footage = self.held_out = Footage(self.preset, self.device)
-        return self._evaluate()
-
-    @property
-    def _evaluation_share(self) -> float:
-        plan = self.plan
-        return max(0.0, 1 - plan.data_share - plan.vae_share - plan.latents_share - plan.fit_share)
+        return self.evaluate()
 
     def _wait_for_data(self, generator: Generator, until_s: float) -> None:
         enough = 4 if self.plan.max_steps is not None else 100
         while generator.running and self.clock.spent < until_s:
             time.sleep(0.2)
-            self._load_new()
+            self.load_new()
         # Later than planned rather than with next to nothing; the held-out shard may be the only one yet.
         while generator.running and len(self.footage.episodes) < enough and not self.clock.over:
             time.sleep(0.5)
-            self._load_new()
+            self.load_new()
         generator.poll()
-        self._load_new()
+        self.load_new()
         if generator.errors and not self.footage.episodes:
             raise DataError("the simulator does not run", got=generator.errors[0])
         self.log.line(f"data so far: {generator.progress}, {self.footage.frames} frames")
 
-    def _load_new(self) -> None:
+    def load_new(self) -> None:
+        """Take in all shards that are complete by now."""
         played = sorted(self.out.glob(PLAYED + "*"))
         places = [self.out / "data", *played, *(Path(p) for p in self.plan.extra_data)]
         for path in dict.fromkeys(p for place in places for p in shards(place)):
@@ -220,10 +169,12 @@ class Run:
 
     def _vae(self, until_s: float) -> VideoVAE:
         plan, config = self.plan, self.preset.network().vae
+        if plan.start is not None:
+            beside = "" if plan.vae_file is None else f"; {plan.vae_file} is not used"
+            self.log.line(f"VAE: that of {plan.start}{beside}")
+            return self.given().vae.eval().requires_grad_(False)
         vae = new_vae(config, plan.seed, self.device)
         stored = Path(plan.vae_file) if plan.vae_file is not None else self.out / "vae.pt"
-        if plan.vae_file is None and plan.start is not None and not stored.exists():
-            return self._given().vae.to(self.device)
         if plan.vae_file is not None or stored.exists():
             try:
                 vae.load_state_dict(torch.load(stored, map_location=self.device, weights_only=True))
@@ -238,20 +189,36 @@ class Run:
         torch.save(vae.state_dict(), stored)
         return vae
 
-    def _given(self) -> DreamZero:
+    def given(self) -> DreamZero:
+        """``plan.start``; sets the statistics to its own.
+
+        Raises:
+            ConfigError: it is of another preset.
+        """
         from wam_policy_ros.model.checkpoint import load_weights, read_folder
 
         assert self.plan.start is not None
-        return load_weights(
-            read_folder(self.plan.start), device=self.device, dtype=torch.float32, progress=lambda text, share: None
-        )
+        folder = read_folder(self.plan.start)
+        found, wanted = sizes(folder.config), sizes(self.preset.network())
+        if other := {name for name in wanted if found[name] != wanted[name]}:
+            raise ConfigError(
+                f"{folder.path} is not of the preset {self.preset.name}",
+                got={name: found[name] for name in sorted(other)},
+                expected={name: wanted[name] for name in sorted(other)},
+                remedy="name its preset with --preset",
+            )
+        self.statistics = (folder.metadata or {})[self.preset.embodiment.tag]["statistics"]
+        return load_weights(folder, device=self.device, dtype=torch.float32, progress=lambda text, share: None)
 
-    def _sources(self, vae: VideoVAE) -> tuple[DreamZero, Sources, Sources | None]:
+    def sources(self, vae: VideoVAE, network: DreamZero | None = None) -> tuple[DreamZero, Sources, Sources | None]:
+        """The network to train, and windows with their latents for training and validation.
+
+        Args:
+            network: to go on from; None: ``plan.start`` if there is one, else a new one.
+        """
         plan, preset = self.plan, self.preset
         if plan.start is not None:
-            network = self._given()
-            entry = json.loads((Path(plan.start) / "experiment_cfg" / "metadata.json").read_text())
-            self.statistics = entry[preset.embodiment.tag]["statistics"]
+            network = network or self.given()
         else:
             mean, std = latent_statistics_of(vae, self.footage, seed=plan.seed)
             config = type(preset.network()).from_config_json(preset.config_json(mean, std))
@@ -260,9 +227,9 @@ class Run:
             network.vae.load_state_dict(vae.state_dict())
             self.statistics = statistics_of(self.footage.episodes)
         (self.out / "statistics.json").write_text(json.dumps(self.statistics), encoding="utf-8")
-        if plan.recipe.words_steps:
+        if plan.teach_words and plan.recipe.words_steps and not self.stored.exists():
             ids, mask, things = encode_prompts(self._tokens(network), preset.embodiment.prompt_template)
-            found = teach_words(network, ids, mask, things, steps=plan.recipe.words_steps, seed=plan.seed)
+            found = teach_words(network, ids, mask, things, steps=plan.recipe.words_steps)
             self.log.line("words: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()))
         network.vae.eval().requires_grad_(False)
         self._look_at(network.vae)
@@ -328,57 +295,68 @@ class Run:
         )
         return Sources(footage, windows, latents)
 
-    def _fit(self, network: DreamZero, sources: Sources, validation: Sources | None, until_s: float) -> None:
+    @property
+    def stored(self) -> Path:
+        """The state of the DiT's training."""
+        return self.out / "trainer.pt"
+
+    def fit(self, network: DreamZero, sources: Sources, validation: Sources | None, until_s: float) -> None:
+        """Train on, in ``plan.rounds`` parts, until so many seconds of the run are spent."""
         plan = self.plan
+        assert plan.rounds is not None
         average = sources.windows.average_rows()
 
         def measure() -> None:
-            for name, found in (("training", self._trainer.sources), ("validation", validation)):
+            for name, found in (("training", trainer.sources), ("validation", validation)):
                 if found is not None:
-                    values = action_error(network, found, average)
-                    self.log.point(f"rows, {name}", self._trainer.step, values)
+                    self.log.point(f"rows, {name}", trainer.step, action_error(network, found, average))
 
         trainer = Trainer(
-            network, sources, plan.recipe, self.log, seed=plan.seed, save=lambda why: self._save(network, why),
+            network, sources, plan.recipe, self.log, seed=plan.seed,
+            save=lambda why: self._save(network, trainer.step, why),
             measure=measure, validation=validation, layer=self.layer,
         )  # fmt: skip
-        stored = self.out / "trainer.pt"
-        if stored.exists():
-            state = torch.load(stored, map_location=self.device, weights_only=False)
-            trainer.restore(state)
+        if self.stored.exists():
+            trainer.restore(torch.load(self.stored, map_location=self.device, weights_only=True))
             self.log.line(f"training goes on at step {trainer.step}")
-        self._trainer = trainer
         budget = Budget(max(1.0, until_s - self.clock.spent))
         for k in range(plan.rounds):
+            share = (k + 1) / plan.rounds
+            stop_at = None if plan.max_steps is None else round(plan.max_steps * share)
             simulators = meanwhile(plan, self.out, k) if k < plan.rounds - 1 else None
             try:
-                trainer.run(budget, until=budget.seconds * (k + 1) / plan.rounds, max_steps=plan.max_steps)
+                trainer.run(budget, until=budget.seconds * share, max_steps=plan.max_steps, stop_at=stop_at)
             finally:
-                made = simulators.stop(1.0) if simulators is not None else None
+                made = self.stopped(simulators, 1.0) if simulators is not None else None
+            self._store(trainer)
+            if budget.over:
+                break
             if made is not None:
-                self._take_in(made, network)
-        torch.save(trainer.state(), stored)
+                self._take_in(made, trainer)
 
-    def _take_in(self, made: Progress, network: DreamZero) -> None:
+    def _store(self, trainer: Trainer) -> None:
+        partial = self.stored.with_suffix(".partial")
+        torch.save(trainer.state(), partial)
+        os.replace(partial, self.stored)
+
+    def _take_in(self, made: Progress, trainer: Trainer) -> None:
         """Train on what the simulators made meanwhile, too; what is for validation stays as it was."""
         begin, frames = self.clock.spent, self.footage.frames
-        self._load_new()
+        self.load_new()
         if self.footage.frames > frames:
-            network.eval()
-            self._trainer.take(self._encoded(network, self.footage, self._trainer.sources))
-            network.train()
-            network.vae.eval()
+            trainer.take(self._encoded(trainer.network, self.footage, trainer.sources))
         played = sum(e.source == "policy" for e in self.footage.episodes)
         self.log.line(
             f"made meanwhile: {made.episodes} episodes ({made.dropped} dropped); {len(self.footage.episodes)} in all, "
             f"{played} of them played; taken in within {self.clock.spent - begin:.1f} s"
         )
 
-    def _save(self, network: DreamZero, why: str) -> None:
+    def _save(self, network: DreamZero, step: int, why: str) -> None:
         episodes = len(self.footage.episodes)
         names = dict.fromkeys(t.removeprefix("lift_").replace("_", " ") for t in self.plan.tasks)
+        further = "" if self.plan.start is None else ", going on from weights that were trained before"
         about = {"episodes": episodes, "played": sum(e.source == "policy" for e in self.footage.episodes),
-                 "tasks": list(names), "more": f"Seed {self.plan.seed}, {self._trainer.step} steps."}  # fmt: skip
+                 "tasks": list(names), "more": f"Seed {self.plan.seed}, {step} steps{further}."}  # fmt: skip
         export(network, self.preset, self.statistics, self.out / "checkpoint", about=about)
         self.bundle()
         self.log.line(f"saved: {why}")
@@ -395,7 +373,7 @@ class Run:
             Path(self.plan.bundle), self.preset.name, self.version, folder if folder.is_dir() else None, beside
         )
 
-    def _evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> dict[str, Any]:
         plan, left = self.plan, self.clock.seconds - self.clock.spent
         if not (self.out / "checkpoint").is_dir():
             raise TrainError("no checkpoint was written; there was not enough time", got=f"{plan.minutes} minutes")
@@ -423,48 +401,8 @@ class Run:
         return report
 
 
-class Dagger(Run):
-    """Play ``plan.start`` while the expert watches, then train it further on that and on fresh demonstrations.
-
-    Args:
-        rollout_share: of the time, for playing.
-    """
-
-    def __init__(self, out: Path, plan: Plan, *, rollout_share: float) -> None:
-        played = out / "played"
-        super().__init__(out, dataclasses.replace(plan, extra_data=(*plan.extra_data, str(played))))
-        self.played, self.rollout_share = played, rollout_share
-
-    def everything(self) -> dict[str, Any]:
-        plan, clock = self.plan, self.clock
-        assert plan.start is not None
-        self.log.line(f"dagger from {plan.start} on {self.device}, {plan.minutes:g} minutes, {plan.workers} simulators")
-        half = max(1, plan.workers // 4)
-        what = Demonstrations(plan.preset, tasks=plan.tasks)
-        count = None if plan.episodes is None else -(-plan.episodes // what.per_shard)
-        watched = Rollouts(plan.start, plan.preset, tasks=plan.tasks)
-        fresh = Generator(self.out / "data", what, workers=half, first_seed=plan.first_seed, count=count)
-        player = Generator(
-            self.played, watched, workers=max(1, plan.workers - half), first_seed=plan.first_seed + PLAYED_SEEDS,
-            count=None if plan.episodes is None else -(-plan.episodes // watched.per_shard), make=Follower,
-        )  # fmt: skip
-        while (player.running or fresh.running) and clock.spent < clock.seconds * self.rollout_share:
-            time.sleep(0.2)
-            self._load_new()
-        made, also = player.stop(), fresh.stop()
-        self._load_new()
-        self.log.line(
-            f"played: {made.episodes} episodes; demonstrations: {also.episodes}; {self.footage.frames} frames"
-        )
-        for line in (*player.errors[:3], *fresh.errors[:3]):
-            self.log.line(f"a simulator ended: {line}")
-        if not made.episodes and not shards(self.played):
-            raise DataError(
-                "the checkpoint was not played once", got=f"{clock.spent:.0f} s", remedy="give more minutes"
-            )
-        network = self._given()
-        network, sources, validation = self._sources(network.vae)
-        self._fit(network, sources, validation, clock.seconds * 0.88)
-        del network, sources, validation
-        self.footage = self.held_out = Footage(self.preset, self.device)
-        return self._evaluate()
+def sizes(config: DreamZeroConfig) -> dict[str, Any]:
+    """All of a network that two trainings of a preset have in common; a text may be longer in one."""
+    own = {"text_len", "latent_mean", "latent_std"}
+    parts = {part: dataclasses.asdict(getattr(config, part)) for part in ("dit", "text", "image", "vae")}
+    return {f"{part}.{k}": v for part, values in parts.items() for k, v in values.items() if k not in own}
