@@ -123,7 +123,11 @@ def test_parts_are_trained_on_what_was_made_beside_them(tmp_path, watched):
     state = torch.load(tmp_path / "trainer.pt", weights_only=True)
     assert state["step"] == 6 and not (tmp_path / "trainer.partial").exists()
     card = (tmp_path / "checkpoint" / "README.md").read_text()
-    assert "trained on | 7 episodes" in card and "2 of them played" in card and "Seed 0, 6 steps." in card
+    assert (
+        "trained on | 5 episodes of a scripted" in card
+        and "and 2 that the network played" in card
+        and "Seed 0, 6 steps." in card
+    )
     policy = build_policy(embodiment="droid", checkpoint=str(tmp_path / "checkpoint"), device="cpu")
     assert not policy.spec.random_weights
 

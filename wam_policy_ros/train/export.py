@@ -50,7 +50,7 @@ def export(
     """Write the folder ``out``; an older one of that name is replaced once the new one is complete.
 
     Args:
-        about: ``episodes``, how many of them were ``played``, ``tasks`` and a text ``more`` for the card.
+        about: ``episodes``, how many of them the network ``played``, ``tasks`` and a text ``more`` for the card.
     """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -80,8 +80,8 @@ def card(network: DreamZero, preset: Preset, about: Mapping[str, Any]) -> str:
         name=preset.name,
         millions=sum(p.numel() for p in network.parameters()) / 1e6,
         tasks=", ".join(about.get("tasks", ())) or "as its training data say",
-        episodes=about.get("episodes", "scripted"),
-        played=f", {played} of them played by the network while the expert said what it would have done"
+        episodes=about["episodes"] - played if "episodes" in about else "scripted",
+        played=f", and {played} that the network played while the expert said what it would have done"
         if played
         else "",
         width=page.cameras[0].width,
