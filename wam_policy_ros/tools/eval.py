@@ -55,9 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", type=Path, default=Path("evaluation.json"), help="default: %(default)s")
     out.add_argument("--full", type=Path, metavar="FOLDER", help="instead of --json: everything that can be said of a "
                      "checkpoint; what is there already is not played again")  # fmt: skip
-    out.add_argument("--pictures", default="", metavar="FOLDER", help="videos and plots of failures")
+    out.add_argument("--pictures", default="", metavar="FOLDER", help="videos and plots of failures; of successes only "
+                     "with --every")  # fmt: skip
     out.add_argument("--shown", type=int, default=3, help="how many of them, about")
-    out.add_argument("--every", action="store_true", help="of successes, too")
+    out.add_argument("--every", action="store_true", help="with --pictures: of successes, too")
     out.add_argument("--video-error", action="store_true", help="how far the predicted video is from what then was "
                      "seen, beside that of repeating the last frame; door engine")  # fmt: skip
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(found: Survey) -> dict[str, Any]:
     """Everything ``wam inspect`` says, JSON-serialisable. ``problems`` is empty when the folder can be loaded."""
-    report: dict[str, Any] = {"path": str(found.folder.path)}
+    report: dict[str, Any] = {"path": str(found.folder.path), "about": found.folder.about}
     if found.config is not None:
         report["network"] = network_report(found.config)
     report["files"] = _files(found.folder)
@@ -165,8 +165,8 @@ def _robot(found: Robot | WamError) -> dict[str, Any]:
         "usable": True,
         "cameras": {c.name: f"{c.width}x{c.height}" for c in robot.cameras},
         "view": f"{robot.view_width}x{robot.view_height}, crop {robot.crop_scale:g}",
-        "state": {f.name: f"{f.dim} {f.unit}" for f in robot.state},
-        "action": {f.name: f"{f.dim} {f.unit}{' relative' if f.relative else ''}" for f in robot.action},
+        "state": {f.name: f"{f.dim} {_unit(f.unit)}" for f in robot.state},
+        "action": {f.name: f"{f.dim} {_unit(f.unit)}{' relative' if f.relative else ''}" for f in robot.action},
         "control_rate_hz": robot.control_rate_hz,
         "horizon": robot.horizon,
         "statistics": "q01, q99 complete",
@@ -175,9 +175,11 @@ def _robot(found: Robot | WamError) -> dict[str, Any]:
 
 def _print(report: dict[str, Any]) -> None:
     print(report["path"])
+    if report["about"]:
+        print(f"what it says of itself: {report['about']}")
     network = report.get("network")
     if network:
-        print(f"network: {network['parameters'] / 1e9:.2f} B parameters, {network['bf16_weights_GiB']} GiB in bf16, "
+        print(f"network: {_count(network['parameters'])} parameters, {network['bf16_weights_GiB']} GiB in bf16, "
               f"{network['bf16_session_GiB']} GiB more per open session")  # fmt: skip
         sizes, cards = network["fused_session_GiB"], network["sessions_by_card_GB"]
         for name, size in (("bf16", sizes["native"]), ("fp8", sizes["fp8"])):
@@ -208,6 +210,15 @@ def _print(report: dict[str, Any]) -> None:
         print(f"PROBLEM {line}")
     if len(report["problems"]) > MAX_PROBLEMS_SHOWN:
         print(f"... and {len(report['problems']) - MAX_PROBLEMS_SHOWN} more (--json lists all)")
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+
+
+def _unit(unit: str) -> str:
+    """What has no unit is a gripper, counted from 0 to 1 of its range."""
+    return "of its range" if unit == "1" else unit
 
 
 def _yes(present: bool) -> str:

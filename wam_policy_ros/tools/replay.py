@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from wam_policy_ros.contract.errors import ConfigError, MissingDependency
 
-from .up import config_file
+from .up import config_file, shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device or args.engine:
         raise ConfigError("--device and --engine belong to --verify", remedy="-p device:=... is for the node")
     command = [sys.executable, "-m", "wam_policy_ros.ros.replay", *arguments(args)]
-    print("running:", shlex.join(command), file=sys.stderr, flush=True)
+    print("running:", shown(command), file=sys.stderr, flush=True)
     return _become(command)
 
 

@@ -23,6 +23,7 @@ Pixels = npt.NDArray[np.uint8]
 VIDEO_HZ = 15
 PANEL_W, PANEL_H = 640, 352  # one mosaic
 BAR_H = 64  # caption under the panels
+_FONT = (cv2.FONT_HERSHEY_SIMPLEX, 0.55, 1)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _page(recording: Recording, t_s: float, views: Pixels, order: npt.NDArray[np
     chunks = sum(1 for t in recording.trajectories if t.arrival_s <= t_s and len(t.positions) > 1)
     _text(page, f"observed   {t_s:6.2f} s   chunk {chunks}", (12, PANEL_H + 24))
     _text(page, note, (PANEL_W + 12, PANEL_H + 24))
-    _text(page, caption, (12, PANEL_H + 50), colour=(255, 190, 60))
+    _text(page, _fitting(caption, 2 * PANEL_W - 24), (12, PANEL_H + 50), colour=(255, 190, 60))
     return page
 
 
@@ -136,8 +137,18 @@ def mosaic(views: Pixels) -> Pixels:
     return np.concatenate([top, np.concatenate([views[0], views[1]], axis=1)], axis=0)
 
 
+def _fitting(text: str, width: int) -> str:
+    """What of a caption fits into so many pixels, whole words; what matters must stand first."""
+    for room in range(len(text), 0, -1):
+        short = textwrap.shorten(text, room, placeholder=" ..")
+        if cv2.getTextSize(short, *_FONT)[0][0] <= width:
+            return short
+    return ""
+
+
 def _text(page: Pixels, text: str, at: tuple[int, int], colour: tuple[int, int, int] = (230, 230, 230)) -> None:
-    cv2.putText(page, text, at, cv2.FONT_HERSHEY_SIMPLEX, 0.55, colour, 1, cv2.LINE_AA)
+    font, scale, thick = _FONT
+    cv2.putText(page, text, at, font, scale, colour, thick, cv2.LINE_AA)
 
 
 def write_plot(recording: Recording, path: Path, title: str) -> None:

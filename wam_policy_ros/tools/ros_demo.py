@@ -101,8 +101,7 @@ def _report(args: argparse.Namespace, played: list[dict[str, Any]], instruction:
     weights = str(shown["policy"]["weights"])
     weights = f"RANDOM WEIGHTS: {weights}" if shown["policy"]["random_weights"] else weights
     ended = "lifted" if shown["success"] else "not lifted"
-    short = textwrap.shorten(weights, 60, placeholder=" ..")
-    caption = f"{short} | {instruction} | scene {shown['seed']}: {ended}"
+    caption = f"scene {shown['seed']}: {ended} | {textwrap.shorten(instruction, 80, placeholder=' ..')} | {weights}"
     frames = write_video(recording, folder / "demo.mp4", caption)
     write_plot(recording, folder / "trajectory.png", caption)
     write_dashboard(recording, folder / "dashboard.png", weights)

@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--device", default="auto")
     what.add_argument("--gpus", type=int, help="GPUs that share a step, --device and those after it; default: 1")
     what.add_argument(
-        "--evaluations", type=int, help="network evaluations of 16 solver steps: 16, 8 (default), 7, 6, 5"
+        "--evaluations",
+        type=int,
+        help="network evaluations of 16 solver steps: 16, 8, 7, 6, 5; default: what the checkpoint recommends "
+        "(the packaged mug: 5), else 8",
     )
     what.add_argument(
         "--preset",
@@ -287,6 +290,8 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
         if owner.status.phase is Phase.READY and not quiet:
             quiet.append(True)
             spec = owner.status.spec
+            if spec is not None and not spec.random_weights:
+                say("info", f"policy: {spec.weights}")
             if spec is not None and (memory := spec.details.get("memory")) is not None:
                 say("info", str(memory))
             quiet_process()
@@ -297,6 +302,8 @@ def serve(args: argparse.Namespace, config: ServerConfig) -> int:
     server = OpenPIServer(config, owner, log=say, gauges=recorder.gauges() if recorder else {})
     try:
         server.start()
+        if args.random_weights:  # before a load that may take minutes
+            say("warning", f"RANDOM WEIGHTS ({args.random_weights} network, never trained): not a policy")
         owner.start()
         woken.get()
         failed = owner.status.phase is Phase.FAILED

@@ -70,6 +70,8 @@ def _policy(args: argparse.Namespace, report: dict[str, Any]) -> PolicySpec:
         fault = CheckpointError(error.what, problems=error.problems, remedy=error.remedy)
         report["problems"] += [str(fault)]
         return spec_of(robot, weights="unreadable")
+    if folder.about:
+        report["policy"] += f": {folder.about}"
     found = survey(folder, embodiment=args.embodiment, tokenizer=args.tokenizer)
     report["_network"] = describe(found).get("network")
     report["problems"] += [str(fault) for fault in found.faults(robot.tag)]

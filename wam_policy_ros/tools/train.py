@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again.add_argument("--rollout-share", type=float, default=0.3, help="of the time, for playing the checkpoint")
     for sub in (everything, first, second, again):
         sub.add_argument("--out", type=Path, required=True, help="folder of the run; a later call goes on in it")
-        sub.add_argument("--minutes", type=float, help="wall-clock time for everything; default: "
+        sub.add_argument("--minutes", type=float, help="wall-clock time for everything, of which each stage has a "
+                         "share. Some take longer than theirs: demonstrations go on until there are 100 of them or the "
+                         "time is over, a training has at least 1 s and ends its step. With less than 10 s left there "
+                         "is no evaluation. Default: "
                          + ", ".join(f"{kind} {m:g}" for kind, m in MINUTES.items()))  # fmt: skip
         sub.add_argument("--preset", default="mug", help="mug (default), small (for a CPU), toy (for tests)")
         sub.add_argument("--seed", type=int, default=0, help="of weights and draws")
@@ -117,8 +120,21 @@ def _train(args: argparse.Namespace) -> int:
         report = Run(args.out, plan).dit_only()
     else:
         report = Run(args.out, plan).everything()
-    print(json.dumps(report, indent=1))
+    if report:
+        print(json.dumps(report, indent=1))
+    print(_left(args.kind, args.out, evaluated=bool(report), planned=plan.evaluation_seeds > 0))
     return 0
+
+
+def _left(kind: str, out: Path, *, evaluated: bool, planned: bool) -> str:
+    """The last line: what was made and where it lies."""
+    if kind == "vae":
+        return f"VAE: {(out / 'vae.pt').resolve()}"
+    checkpoint = f"checkpoint: {(out / 'checkpoint').resolve()}"
+    if evaluated:
+        return f"{checkpoint}; evaluation: {(out / 'evaluation.json').resolve()}"
+    why = "there was no time for it" if planned else "none was asked for"
+    return f"{checkpoint}; not evaluated, {why}: wam train eval does it"
 
 
 def _evaluate(args: argparse.Namespace) -> int:

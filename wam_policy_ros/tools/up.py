@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from wam_policy_ros.contract.errors import ConfigError
@@ -37,9 +38,16 @@ def run(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "wam_policy_ros.ros.main", *ros_arguments(args)]
     if args.fastdds_profile is not None:
         os.environ["FASTDDS_DEFAULT_PROFILES_FILE"] = str(profile_file(args.fastdds_profile))
-    print("starting:", shlex.join(command), file=sys.stderr, flush=True)
+    print("starting:", shown(command), file=sys.stderr, flush=True)
     # The node replaces this process, so that signals and the exit status are its own.
     os.execv(sys.executable, command)
+
+
+def shown(command: Sequence[str]) -> str:
+    """For people and shells: as ``shlex.join``, but what holds single quotes is put into double ones."""
+    return " ".join(
+        f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word) for word in command
+    )
 
 
 def ros_arguments(args: argparse.Namespace) -> list[str]:

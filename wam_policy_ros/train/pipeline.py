@@ -151,9 +151,12 @@ class Run:
             self.load_new()
         generator.poll()
         self.load_new()
+        made = generator.progress
         if generator.errors and not self.footage.episodes:
             raise DataError("the simulator does not run", got=generator.errors[0])
-        self.log.line(f"data so far: {generator.progress}, {self.footage.frames} frames")
+        self.log.line(
+            f"data so far: {made.episodes} episodes made now ({made.dropped} dropped), {self.footage.frames} frames"
+        )
 
     def load_new(self) -> None:
         """Take in all shards that are complete by now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,10 +33,11 @@ def draw(
     seen = recording(world, episode, calls)
     stem = f"seed_{episode.seed}_{episode.task}"
     ended = "lifted" if episode.success else "not lifted"
-    caption = f"{weights} | {episode.instruction} | seed {episode.seed}: {ended}"
+    said = textwrap.shorten(episode.instruction, 80, placeholder=" ..")
+    caption = f"seed {episode.seed}: {ended} | {said} | {weights}"
     video, plot = folder / f"{stem}.mp4", folder / f"{stem}.png"
     write_plot(seen, plot, caption)
-    write_video(seen, video, caption[:110])
+    write_video(seen, video, caption)
     if eye is not None:
         real = {k: eye.mosaic(dict(zip(NAMES, views, strict=True))) for k, views in enumerate(seen.frames)}
         if (picture := sheet(calls, real, episode.ticks)) is not None:
