@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,12 @@ def test_up_passes_parameters_in_order() -> None:
     assert yaml.safe_load(given["checkpoint"]) == "/data/x y"
     assert yaml.safe_load(given["instruction"]) == "don't spill"
     assert "__ns:=/arm" in words
+
+
+def test_commands_are_shown_as_a_shell_would_take_them() -> None:
+    words = ["-p", "checkpoint:='mug'", "a b", "it's $HOME", "plain"]
+    text = up.shown(words)
+    assert shlex.split(text) == words and "\"checkpoint:='mug'\"" in text
 
 
 def test_text_that_yaml_would_take_for_something_else_stays_text() -> None:

@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from wam_policy_ros.tools.dashboard import HEIGHT, WIDTH, write_dashboard
+from wam_policy_ros.tools.dashboard import HEIGHT, WIDTH, _wrapped, write_dashboard
 from wam_policy_ros.tools.report import Recording, Trajectory
 
 
@@ -51,3 +51,9 @@ def test_without_chunks_or_frames_nothing_is_drawn(tmp_path: Path) -> None:
     for gone in ({"trajectories": ()}, {"frames": np.zeros((0, 3, 9, 16, 3), np.uint8), "frame_s": np.array([])}):
         with pytest.raises(ValueError, match="nothing to draw"):
             write_dashboard(recording(**gone), tmp_path / "d.png", "c")
+
+
+def test_text_is_broken_between_words() -> None:
+    text = "  policy   a checkpoint-of-mine\n\nfault none"
+    assert _wrapped(text, 24) == ["  policy   a", "    checkpoint-of-mine", "", "fault none"]
+    assert all(len(line) <= 10 for line in _wrapped("x" * 45, 10))

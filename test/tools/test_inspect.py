@@ -41,6 +41,9 @@ def test_text_form_names_what_a_person_needs(folder: Path, capsys: pytest.Captur
     text = capsys.readouterr().out
     for word in ("oxe_droid", "q01, q99 complete", "24 rows at 15 Hz", "tokenizer", "complete: it can be loaded"):
         assert word in text
+    (folder / "about.json").write_text('{"what": "made up for a test"}')
+    assert main(["inspect", str(folder)]) == 0
+    assert "made up for a test" in capsys.readouterr().out
 
 
 def test_the_published_network_on_cards_of_several_sizes() -> None:

@@ -5,6 +5,7 @@ Drawn with OpenCV from the topics that ``wam_clip_robot --record`` wrote down. I
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import cv2
@@ -17,6 +18,7 @@ WIDTH, HEIGHT = 1200, 780
 _GAP, _TITLE = 10, 22
 _BACK, _PANEL, _INK, _DIM, _WARN = (24, 24, 28), (38, 38, 44), (225, 225, 225), (150, 150, 155), (255, 190, 60)
 _CHAR_W, _LINE_H = 7, 16
+_DRAWN = "drawn by wam demo from the topics of a real run, not a screenshot"
 PLOT_S = 6.0
 """So many seconds of motion are drawn, the plan that is still to come included."""
 
@@ -42,16 +44,13 @@ def write_dashboard(recording: Recording, path: Path, caption: str, *, at_s: flo
     predicted, note = _predicted(recording, now_s)
     _place(page, predicted, (half + 2 * _GAP, _GAP, half, tall), note)
     top = tall + 2 * _GAP
-    rest = HEIGHT - top - 2 * _GAP - _LINE_H
+    rest = HEIGHT - top - 2 * _GAP - 2 * _LINE_H
     plot = _plot(recording, chunks, now_s, (rest - _TITLE, 500))
     _place(page, plot, (_GAP, top, 500, rest), "joints: followed (line) and published (dots), the last plan in colour")
     _text_panel(page, _status(recording, now_s), (500 + 2 * _GAP, top, WIDTH - 500 - 3 * _GAP, rest), "~/status")
-    _write(
-        page,
-        f"{caption} | drawn by wam demo from the topics of a real run, not a screenshot",
-        (_GAP, HEIGHT - _GAP),
-        _WARN,
-    )
+    below = (textwrap.shorten(caption, (WIDTH - 2 * _GAP) // _CHAR_W, placeholder=" .."), _DRAWN)
+    for i, line in enumerate(below):
+        _write(page, line, (_GAP, HEIGHT - _GAP - (1 - i) * _LINE_H), _WARN)
     path.parent.mkdir(parents=True, exist_ok=True)
     bgr = cv2.cvtColor(page, cv2.COLOR_RGB2BGR)
     cv2.imwrite(str(path), bgr, [cv2.IMWRITE_PNG_COMPRESSION, 9])
@@ -77,13 +76,14 @@ def _plot(recording: Recording, chunks: list[Trajectory], now_s: float, size: tu
     page = np.full((height, width, 3), _PANEL, np.uint8)
     start_s, count = now_s - 0.6 * PLOT_S, len(recording.joint_names)
     row_h = height / count
+    name_h = _LINE_H if row_h >= 2 * _LINE_H else 0  # above the curve, where there is room for both
     x_of = lambda t: (np.asarray(t) - start_s) / PLOT_S * width  # noqa: E731
     shown = [c for c in chunks if start_s - 2.0 < c.arrival_s <= now_s]
     for j, name in enumerate(recording.joint_names):
         values = [recording.joints[:, j]] + [c.positions[:, j] for c in shown]
         low, high = float(min(v.min() for v in values)), float(max(v.max() for v in values))
         span = max(high - low, 0.05)
-        base, room = (j + 1) * row_h - 4, row_h - 8
+        base, room = (j + 1) * row_h - 4, row_h - 8 - name_h
 
         def points(times: npt.NDArray[np.float64], v: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
             y = base - (v - low) / span * room  # noqa: B023
@@ -118,9 +118,21 @@ def _text_panel(page: Pixels, text: str, box: tuple[int, int, int, int], title: 
     page[y : y + height, x : x + width] = _PANEL
     _write(page, title, (x + 6, y + 15), _INK)
     fits, lines = (width - 12) // _CHAR_W, (height - _TITLE) // _LINE_H
-    rows = [line[i : i + fits] for line in text.splitlines() for i in range(0, max(len(line), 1), fits)]
-    for i, row in enumerate(rows[:lines]):
+    rows = _wrapped(text, fits)
+    if len(rows) > lines:
+        rows = [*rows[: lines - 1], ".."]
+    for i, row in enumerate(rows):
         _write(page, row, (x + 6, y + _TITLE + 12 + i * _LINE_H), _INK)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` characters, broken between words; what goes on is set in a little more."""
+    rows = []
+    for line in text.splitlines():
+        further = " " * min(len(line) - len(line.lstrip()) + 2, width // 2)
+        found = textwrap.wrap(line, width, subsequent_indent=further, replace_whitespace=False, break_on_hyphens=False)
+        rows += found or [""]
+    return rows
 
 
 def _write(page: Pixels, text: str, at: tuple[int, int], colour: tuple[int, int, int]) -> None:
