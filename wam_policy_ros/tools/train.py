@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--out", type=Path, required=True, help="folder of the run; a later call goes on in it")
         sub.add_argument("--minutes", type=float, help="wall-clock time for everything, of which each stage has a "
                          "share. Some take longer than theirs: demonstrations go on until there are 100 of them or the "
-                         "time is over, a training has at least 1 s and ends its step. With less than 10 s left there "
+                         "time is over, all of their latents are made (on a GPU as many as fit), a training has at "
+                         "least 1 s and ends its step. With less than 10 s left there "
                          "is no evaluation. Default: "
                          + ", ".join(f"{kind} {m:g}" for kind, m in MINUTES.items()))  # fmt: skip
         sub.add_argument("--preset", default="mug", help="mug (default), small (for a CPU), toy (for tests)")
