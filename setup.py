@@ -53,6 +53,7 @@ setup(
     maintainer_email="wam-policy-ros@users.noreply.github.com",
     packages=find_packages(exclude=["test", "test.*"]),
     package_data={NAME: ["weights/*/*", "weights/*/*/*"]},
+    exclude_package_data={NAME: ["weights/*/weights.sha256.json"]},  # hashes of this machine's files
     python_requires=">=3.11",
     install_requires=["setuptools", "numpy>=1.26", "pyyaml>=6"],
     extras_require={

@@ -94,7 +94,7 @@ def test_packaged_checkpoints_stay_small_and_say_what_they_are() -> None:
     assert sum(p.stat().st_size for p in WEIGHTS.rglob("*") if p.is_file()) <= 25_000_000
     for folder in WEIGHTS.glob("*"):
         assert folder.name in packaged() and folder.name not in ("dreamzero", "droid"), folder
-        assert "toy of DreamZero's architecture" in json.loads((folder / "about.json").read_text())["what"]
+        assert "toy, not DreamZero's weights" in json.loads((folder / "about.json").read_text())["what"]
         assert "**not** DreamZero weights" in (folder / "README.md").read_text(encoding="utf-8")
         assert list(folder.rglob("tokenizer.json")), "no tokenizer need be given"
 

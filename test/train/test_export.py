@@ -90,7 +90,7 @@ def test_it_is_found_by_its_name_when_it_comes_with_the_package(folder, tmp_path
     assert recommended("lifter", "droid").execute_steps == 8
     policy = EngineFactory("droid", checkpoint="lifter", device="cpu").policy(lambda text, share: None)
     assert not policy.spec.random_weights and policy.spec.weights.startswith(
-        "checkpoint lifter: toy of DreamZero's arch"
+        "checkpoint lifter: toy, not DreamZero's weights"
     )
     assert EngineFactory("droid", checkpoint="lifter").described()["checkpoint"] == str(shelf / "lifter")
     assert main(["inspect", "lifter"]) == 0
@@ -102,7 +102,7 @@ def test_it_is_found_by_its_name_when_it_comes_with_the_package(folder, tmp_path
 
 def test_everything_of_a_packaged_checkpoint_is_installed(folder):
     text = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
-    (patterns,) = (eval(found) for found in re.findall(r"package_data=\{NAME: (\[.*?\])\}", text))
+    (patterns,) = (eval(found) for found in re.findall(r" package_data=\{NAME: (\[.*?\])\}", text))
     for path in folder.rglob("*"):
         parts = ("weights", "mug", *path.relative_to(folder).parts)
         same = [p for p in patterns if p.count("/") == len(parts) - 1 and fnmatch("/".join(parts), p)]
@@ -111,7 +111,7 @@ def test_everything_of_a_packaged_checkpoint_is_installed(folder):
 
 def test_it_is_never_called_dreamzero(folder):
     about = read_folder(folder).title
-    assert "toy of DreamZero's architecture" in about and "not DreamZero's weights" in about
+    assert "the architecture at small size" in about and "toy, not DreamZero's weights" in about
     card = (folder / "README.md").read_text()
     assert "**not** DreamZero weights" in card and "scripted demonstrations" in card
     assert "dreamzero" not in folder.name

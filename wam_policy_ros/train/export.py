@@ -18,7 +18,7 @@ from wam_policy_ros.model.dreamzero import DreamZero
 from .preset import Preset
 from .vocabulary import write_tokenizer
 
-WHAT = "toy of DreamZero's architecture, trained on scripted demonstrations in the simulator; not DreamZero's weights"
+WHAT = "toy, not DreamZero's weights: the architecture at small size, trained on demonstrations in the simulator"
 CARD = """# {name}: a toy world-action model
 
 These are **not** DreamZero weights. It is a network of DreamZero's architecture at toy size ({millions:.1f} million
