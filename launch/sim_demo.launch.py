@@ -110,7 +110,14 @@ def start_nodes(context: LaunchContext) -> list[Node | LogInfo]:
         executable="wam_policy",
         name="wam_policy",
         namespace=namespace,
-        parameters=[str(CONFIG / "dreamzero.yaml"), config, *instead_of_the_file_s(context), *given(context, POLICY)],
+        parameters=[
+            str(CONFIG / "dreamzero.yaml"),
+            # A refused configuration ends the launch with its reason; nobody waits here to correct it.
+            {"exit_on_failure": True},
+            config,
+            *instead_of_the_file_s(context),
+            *given(context, POLICY),
+        ],
         **shown,
     )
     return [simulator, policy, *viewer(context, {"use_sim_time": True})]

@@ -118,23 +118,27 @@ def test_the_demo_starts_a_simulator_and_the_node_with_one_file() -> None:
     (_, simulator), (_, policy) = demo(random_weights="tiny", seed="3", lockstep="false")
     assert [Path(p).name for p in simulator[:-1]] == ["sim_demo.yaml"]
     assert simulator[-1] == {"seed": 3, "lockstep": False}
-    assert [Path(p).name for p in policy[:-2]] == ["dreamzero.yaml", "sim_demo.yaml"]
-    assert policy[-2:] == [{"checkpoint": ""}, {"random_weights": "tiny"}]
+    defaults, ends, config, *given = policy
+    assert [Path(p).name for p in (defaults, config)] == ["dreamzero.yaml", "sim_demo.yaml"]
+    assert ends == {"exit_on_failure": True}  # before the user's file, which may want it otherwise
+    assert given == [{"checkpoint": ""}, {"random_weights": "tiny"}]
     with pytest.raises(RuntimeError, match="is not valid"):
         demo(view="window")
 
 
 def test_the_demo_without_an_argument_uses_the_weights_that_ship() -> None:
     _, (_, policy) = demo()
-    assert [Path(p).name for p in policy] == ["dreamzero.yaml", "sim_demo.yaml"]
-    given = yaml.safe_load(Path(policy[-1]).read_text())["/**/wam_policy"]["ros__parameters"]
+    defaults, _, config = policy
+    assert [Path(p).name for p in (defaults, config)] == ["dreamzero.yaml", "sim_demo.yaml"]
+    given = yaml.safe_load(Path(config).read_text())["/**/wam_policy"]["ros__parameters"]
     assert given["checkpoint"] in packaged()
 
 
 def test_weights_named_in_an_argument_take_back_those_of_the_file() -> None:
     def values(**arguments: str) -> dict[str, Any]:
         _, (_, policy) = demo(**arguments)
-        return {k: v for p in policy if isinstance(p, dict) for k, v in p.items()}
+        given = [p for p in policy if isinstance(p, dict)][1:]  # the first says how a failure ends
+        return {k: v for p in given for k, v in p.items()}
 
     assert values(checkpoint="/data/x") == {"checkpoint": "/data/x", "random_weights": ""}
     assert values(backend="hold") == {"backend": "hold", "checkpoint": ""}

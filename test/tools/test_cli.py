@@ -146,3 +146,24 @@ def test_a_missing_package_names_the_extra() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "wam_policy_ros[engine]" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_is_no_error(unbuffered: str) -> None:
+    """`wam inspect CHECKPOINT | head -1`: no traceback, and the status that a shell knows."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "wam_policy_ros.tools.main", "inspect", "mug"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr("wam_policy_ros.tools.inspect.run", run)
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        main(["inspect", "mug"])

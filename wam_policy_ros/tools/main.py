@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +31,21 @@ COMMANDS = {
 }
 
 
+def reader_has_gone(error: BrokenPipeError) -> int:
+    """`wam inspect ... | head`: the exit status of a command whose output nobody reads any more, as a shell counts it.
+
+    Raises:
+        BrokenPipeError: ``error``, where it was not of the output.
+    """
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # nobody at the other end is told unasked
+    if not output.poll(0):
+        raise error
+    # What is still in its buffer would be tried again, and complained about, when the interpreter ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. Errors of the package are printed as one message, without a traceback."""
     # Before torch loads its thread pool: pools that spin while they wait are useless on a host that does anything else.
@@ -49,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wam {named}: {error}", file=sys.stderr)
         return 2
     try:
-        return int(module.run(args))
+        status = int(module.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError as error:
+        return reader_has_gone(error)
     except WamError as error:
         print(f"wam {args.command}: {error}", file=sys.stderr)
         return 1
